@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,26 @@ def read_lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a readable text file: {error}") from None
+
+
+def read_note(path: Path) -> str:
+    """Returns what a short file says that a person may have written, without white space around it, in any encoding."""
+    return path.read_bytes().decode("utf-8", "backslashreplace").strip()
+
+
+def parse_object(content: bytes | str) -> dict[str, Any]:
+    """Parses a JSON object of this project's own files, which may be damaged.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        value = json.loads(content)
+    except RecursionError:  # brackets without end
+        raise ValueError("nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    return value
 
 
 @contextlib.contextmanager
@@ -161,9 +182,9 @@ def cut_lines_after(path: Path, step: int) -> list[int]:
     damaged: dict[int, bytes] = {}
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
-            if json.loads(line)["step"] <= step:
+            if parse_object(line)["step"] <= step:
                 kept.append(line if line.endswith(b"\n") else line + b"\n")
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             if line.endswith(b"\n"):  # a line that a crash cut off has no line break and is dropped
                 damaged[number] = line
     if damaged:
@@ -184,5 +205,22 @@ def sha256(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns the cache folder of this project: ``$XDG_CACHE_HOME/m6-recipes`` or ``~/.cache/m6-recipes``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m6-recipes"
+    """Returns the cache folder of this project: ``$XDG_CACHE_HOME/m6-recipes`` or ``~/.cache/m6-recipes``.
+
+    A user without HOME and without an entry in passwd, as in containers with users of any number, has a folder in the
+    temporary folder that nobody else can write.
+
+    Raises:
+        UserError: that folder is another user's.
+    """
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "m6-recipes"
+    try:
+        return Path.home() / ".cache" / "m6-recipes"
+    except RuntimeError:
+        folder = Path(tempfile.gettempdir()) / f"m6-recipes-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise UserError(f"{folder} is a link, or others can write it: remove it, or name a folder in XDG_CACHE_HOME")
+    return folder

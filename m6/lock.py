@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from m6.errors import StorageError
-from m6.files import naming, sync, sync_folder
+from m6.files import naming, parse_object, sync, sync_folder
 
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 _MAX_OWNER_BYTES = 4096
@@ -170,7 +170,7 @@ def _is_at(descriptor: int, file: Path) -> bool:
 
 def _describe(content: bytes) -> str:
     try:
-        owner = json.loads(content)
+        owner = parse_object(content)
         return f"process {owner['pid']} on {owner['host']} since {owner['time']}"
     except (ValueError, KeyError, TypeError):
         return "another process, which has not yet said its name"

@@ -137,6 +137,9 @@ def describe(error: pydantic.ValidationError, model: type[BaseModel] | None, whe
     """
     problems = error.errors(include_url=False)
     problem = problems[0]
+    if problem["type"] == "missing":  # a key that is required may be there under a misspelt name
+        misspelt = (each for each in problems if each["type"] == "extra_forbidden" and _is_beside(each, problem))
+        problem = next(misspelt, problem)
     is_unknown_key = problem["type"] == "extra_forbidden"
     # For a union, pydantic adds the member that it tried to the location. Such parts are left out of the key, but the
     # last part of an unknown key is always kept: a user's key may be named like a union member.
@@ -145,7 +148,8 @@ def describe(error: pydantic.ValidationError, model: type[BaseModel] | None, whe
     path = [str(part) for index, part in parts if not _is_union_member(part) or (is_unknown_key and index == last)]
     name = _dotted(where, *path)
     if is_unknown_key and model is not None:
-        unknown = [str(each["loc"][-1]) for each in problems if _is_beside(each, problem)]
+        others = (each for each in problems if each["type"] == problem["type"] and _is_beside(each, problem))
+        unknown = [str(each["loc"][-1]) for each in others]
         return list_unknown(unknown, _fields_at(model, path[:-1]), _dotted(where, *path[:-1]))
     if problem["type"] == "missing":
         return f"{name}: missing"
@@ -159,8 +163,8 @@ def _is_union_member(part: int | str) -> bool:
 
 
 def _is_beside(problem: ErrorDetails, other: ErrorDetails) -> bool:
-    """Whether both are unknown keys of one section."""
-    return problem["type"] == other["type"] and problem["loc"][:-1] == other["loc"][:-1]
+    """Whether both are of keys of one section."""
+    return problem["loc"][:-1] == other["loc"][:-1]
 
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:

@@ -13,27 +13,21 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from m6.checkpoints.format import MANIFEST, CheckpointReader, no_sign
+from m6.checkpoints.format import MANIFEST, CheckpointReader, no_sign, step_of
 from m6.errors import StorageError, UserError
 from m6.files import reading
 from m6.runs.processes import on_main_rank
 
-_FOLDER = re.compile(r"step_(\d{8,})")
 # NFS may show a folder as it was a minute ago.
 _VISIBLE_AFTER_S, _POLL_S = 90.0, 1.0
-
-
-def step_folder(step: int) -> str:
-    """The name of the folder of the checkpoint after ``step`` optimizer steps."""
-    return f"step_{step:08d}"
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
     """The folders of the complete checkpoints in ``root``, oldest first."""
     if not root.is_dir():
         return []
-    folders = [path for path in root.iterdir() if _FOLDER.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(folders, key=lambda path: int(path.name.removeprefix("step_")))
+    steps = {path: step_of(path) for path in root.iterdir() if (path / MANIFEST).is_file()}
+    return [path for step, path in sorted((step, path) for path, step in steps.items() if step is not None)]
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -56,7 +50,7 @@ def remove_half_written(root: Path, next_folder: Path) -> None:
     """
     if root.is_dir():
         for folder in root.iterdir():
-            if _FOLDER.fullmatch(folder.name) and not (folder / MANIFEST).exists():
+            if step_of(folder) is not None and not (folder / MANIFEST).exists():
                 if folder == next_folder:
                     shutil.rmtree(folder)
                 else:

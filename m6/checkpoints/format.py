@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -26,12 +27,25 @@ from torch import Tensor
 
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.errors import UserError
-from m6.files import atomic_path, reading, sha256, write_json
+from m6.files import atomic_path, parse_object, reading, sha256, write_json
 
 FORMAT = 2
+# More digits than a step can have do not fit into 64 bits, which the job scripts compute with.
+_FOLDER = re.compile(r"step_([0-9]{8,18})")
 MANIFEST = "manifest.json"
 SHARD_BYTES = 4 << 30
 _MAX_NAMES = 3
+
+
+def step_folder(step: int) -> str:
+    """The name of the folder of the checkpoint after ``step`` optimizer steps."""
+    return f"step_{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None if it has another name."""
+    found = _FOLDER.fullmatch(folder.name)
+    return None if found is None else int(found[1])
 
 
 @dataclass(frozen=True)
@@ -135,6 +149,13 @@ def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def _check_step(folder: Path, state: dict[str, Any]) -> None:
+    """Raises UserError if a folder with the name of a checkpoint holds another one: a person may have copied it."""
+    named = step_of(folder)
+    if named is not None and state.get("step", named) != named:
+        raise UserError(f"{folder}: holds the checkpoint of step {state['step']}, not that of its name")
+
+
 def _check_coverage(ranges: list[dict[str, Any]], folder: Path) -> None:
     """Raises UserError if the ranges leave a gap in a tensor: such a checkpoint could not be loaded."""
     tensors: dict[tuple[str, str], list[tuple[int, int]]] = {}
@@ -204,7 +225,7 @@ class CheckpointReader:
         except FileNotFoundError:
             raise UserError(f"{folder}: not a complete checkpoint ({MANIFEST} is missing)") from None
         try:
-            manifest = json.loads(text)
+            manifest = parse_object(text)
         except ValueError as error:
             raise UserError(f"{folder / MANIFEST}: corrupt: {error}") from None
         self.shapes: dict[tuple[str, str], tuple[int, ...]] = {}
@@ -217,12 +238,13 @@ class CheckpointReader:
             if self.sha256 != _digest(manifest):
                 raise UserError(f"{folder / MANIFEST}: corrupt (SHA-256 differs from the one it states)")
             self.state: dict[str, Any] = manifest["state"]
+            _check_step(folder, self.state)
             self.files: dict[str, dict[str, Any]] = manifest["files"]
             for entry in manifest["ranges"]:
                 stored = Range(**{**entry, "shape": tuple(entry["shape"])})
                 self._ranges.setdefault((stored.name, stored.kind), []).append(stored)
                 self.shapes[stored.name, stored.kind] = stored.shape
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{folder / MANIFEST}: corrupt: {type(error).__name__}: {error}") from None
         for stored_ranges in self._ranges.values():
             stored_ranges.sort(key=lambda stored: stored.offset)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -20,6 +19,7 @@ from m6.checkpoints.tokenizers import IMAGE_TOKENIZER, TOKENIZER, find_tokenizer
 from m6.config.run import RunConfig, load_config
 from m6.decoding import TEMPERATURE, Decoding, temperature_refusal
 from m6.errors import UserError, nearest
+from m6.files import parse_object
 from m6.model import M6Config, M6ForConditionalGeneration
 from m6.runs.directory import RunDirectory
 from m6.tokenizers.processor import M6ImageProcessor, M6Processor
@@ -204,9 +204,9 @@ def is_exported(folder: Path) -> bool:
     """Whether the folder holds an exported model (True) or a run (False); UserError if neither."""
     file = folder / "config.json"
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+        content = parse_object(file.read_bytes())
+    except (OSError, ValueError):
         raise UserError(f"{folder}: neither a run nor an exported model (no readable config.json)") from None
-    if not isinstance(content, dict) or not ("m6" in content or content.get("model_type") == M6Config.model_type):
+    if not ("m6" in content or content.get("model_type") == M6Config.model_type):
         raise UserError(f"{file}: belongs neither to a run nor to an exported model")
     return "m6" not in content

@@ -1,6 +1,5 @@
 """``m6 data``: builds data folders, trains text tokenizers, encodes pictures to image codes."""
 
-import os
 import re
 from pathlib import Path
 from typing import Annotated
@@ -8,15 +7,18 @@ from typing import Annotated
 import typer
 
 from m6.data.sources import BUILT_IN, SourceOptions, find_sources
+from m6.data.workers import check_number, usable_cores
 from m6.errors import UserError
 from m6.files import cache_folder
 
 app = typer.Typer(help="Data sets: build shards with a manifest.", no_args_is_help=True)
 
 
-def _usable_cores() -> int:
-    """Returns the cores that this process may use. In a cluster job they can be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _processes(option: str, given: int | None) -> int:
+    """The number that an option gives, else that of the cores; UserError for more than they can be busy with."""
+    cores = usable_cores()
+    check_number(option, given or cores, cores)
+    return given or cores
 
 
 def _parse_limit(text: str) -> tuple[str, int]:
@@ -119,7 +121,7 @@ def build(
         licences=licences,
     )
     sources = find_sources(source, options)
-    manifest, built = build_folder(sources, out, settings, workers or _usable_cores())
+    manifest, built = build_folder(sources, out, settings, _processes("--workers", workers))
     typer.echo(f"{out} {'is built' if built else 'holds this data set already'}")
     for name, entry in manifest.sources.items():
         rows = ", ".join(f"{split} {part.rows:,}" for split, part in entry.splits.items())
@@ -138,7 +140,7 @@ def verify(
     from m6.data.manifest import Manifest
     from m6.data.verification import verify_folder
 
-    number, problems = verify_folder(Manifest.load(data), threads or _usable_cores())
+    number, problems = verify_folder(Manifest.load(data), _processes("--threads", threads))
     if problems:
         for problem in problems:
             typer.echo(problem)

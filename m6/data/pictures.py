@@ -93,7 +93,7 @@ class PictureSet:
 class TrainingBatches(torch.utils.data.Dataset[Pictures | UserError]):
     """Training batches by number. Batch n depends only on n and the seed; each epoch is a permutation of the set.
 
-    A UserError is returned: if a loader's worker raised it, its message would be a traceback.
+    A UserError that ends the preparation of a batch is returned in its place.
     """
 
     def __init__(self, pictures: PictureSet, batch_size: int, seed: int) -> None:

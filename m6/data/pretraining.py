@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from m6.data.captions import SeenCaptions, describe_captions
 from m6.data.codes import Codes, CodesManifest, load_codes_manifest
@@ -35,7 +35,7 @@ from m6.data.settings import DataSettings
 from m6.data.validation import ValidationBatches
 from m6.data.verification import check_sizes
 from m6.data.weights import cap_epochs, pair_weights, source_weights
-from m6.data.workers import leave_process_group
+from m6.data.workers import prepared
 from m6.errors import UserError
 from m6.tokenizers.pictures import decode_picture
 from m6.tokenizers.text import load_text_tokenizer
@@ -260,23 +260,13 @@ class PretrainingData:
 
         Raises:
             UserError: more than ``max_bad_row_share`` of the rows could not be used; or as in ``micro_batch``.
-            StorageError: as in ``micro_batch``.
+            StorageError, RetryableError: as in ``micro_batch``, or in ``prepared``.
         """
-        batches: DataLoader[MicroBatch | UserError] = DataLoader(
-            _MicroBatches(self),
-            sampler=indices,
-            batch_size=None,
-            collate_fn=_identity,
-            num_workers=num_workers,
-            worker_init_fn=leave_process_group,
-            pin_memory=torch.cuda.is_available(),
-            # By default the loader draws a seed from the global generator, which would change the run's dropout.
-            generator=torch.Generator(),
+        batches: Iterator[MicroBatch] = prepared(
+            _MicroBatches(self), indices, "m6.data.num_workers", num_workers, torch.cuda.is_available()
         )
         num_bad = num_samples = 0
         for batch in batches:
-            if isinstance(batch, UserError):
-                raise batch
             num_bad += len(batch.bad_rows)
             num_samples += batch.num_samples
             if num_bad > self.settings.max_bad_row_share * max(num_samples, MIN_SAMPLES_FOR_SHARE):
@@ -350,7 +340,7 @@ class PretrainingData:
 
 
 class _MicroBatches(Dataset[MicroBatch | UserError]):
-    """Micro-batches by index. A UserError is returned: if a worker raised it, its message would be a traceback."""
+    """Micro-batches by index, or the UserError that ended their preparation."""
 
     def __init__(self, data: PretrainingData) -> None:
         self._data = data
@@ -360,7 +350,3 @@ class _MicroBatches(Dataset[MicroBatch | UserError]):
             return self._data.micro_batch(index)
         except UserError as error:
             return error
-
-
-def _identity(batch: Any) -> Any:
-    return batch

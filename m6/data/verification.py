@@ -107,14 +107,14 @@ def _open_record(file: Path, expected: str) -> int | None:
     """Opens the record of a file; None if the cache folder cannot be written or belongs to another user."""
     status = file.stat()
     identity = f"{file.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}|{expected}"
-    folder = files.cache_folder() / "verified"
     try:
+        folder = files.cache_folder() / "verified"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             return None
         name = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
         return os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    except OSError:
+    except (OSError, UserError):
         return None
 
 

@@ -1,12 +1,172 @@
-"""How the processes that prepare batches begin."""
+"""The processes that prepare batches: how many may be asked for, how they begin and end, and what they pass on."""
 
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import multiprocessing
 import os
+import re
+import shutil
+import signal
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from m6.errors import RetryableError, StorageError, UserError
+from m6.formatting import format_bytes
+
+_PER_CORE, _FEWEST = 4, 16  # of all processes of a rank; the fewest that are never too many
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+_SHARED_MEMORY = "/dev/shm"
 
 
-def leave_process_group(worker: int) -> None:
-    """A ``worker_init_fn``: the worker no longer gets the signals that are for the run.
+def usable_cores() -> int:
+    """The cores that this process may use. In a cluster job they can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_number(key: str, number: int, cores: int) -> None:
+    """Raises UserError for more processes or threads than cores can be busy with.
+
+    Thousands would take the memory of the machine before the first batch.
+
+    Args:
+        key: what sets the number, for the message.
+        cores: those that may be used.
+    """
+    limit = max(_FEWEST, _PER_CORE * cores)
+    if number > limit:
+        raise UserError(f"{key} is {number:,}; expected at most {limit} on {cores} core{'' if cores == 1 else 's'}")
+
+
+def end_with_parent() -> None:
+    """Asks Linux to kill this process when its parent dies, however that happens; does nothing elsewhere."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def prepared(
+    dataset: Any, indices: Iterable[int], key: str, num_workers: int, pin_memory: bool = False
+) -> Iterator[Any]:
+    """Yields the items of a data set in the order of ``indices``. Worker processes prepare them ahead of time.
+
+    Args:
+        dataset: returns a dataclass with tensors for an index, or the UserError that ended its preparation: if a worker
+            raised it, its message would be a traceback.
+        key: of ``num_workers`` in the configuration, for messages.
+        num_workers: 0: this process prepares them.
+        pin_memory: whether tensors come in pinned memory.
+
+    Raises:
+        UserError: one that the data set returned.
+        StorageError: the processes cannot be started, or cannot pass a batch on.
+        RetryableError: a process was killed.
+    """
+    import torch
+    from torch.utils.data import DataLoader
+
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        sampler=indices,
+        batch_size=None,
+        collate_fn=_shared,
+        num_workers=num_workers,
+        worker_init_fn=start_worker,
+        pin_memory=pin_memory,
+        # By default the loader draws a seed from the global generator, which would change the run's dropout.
+        generator=torch.Generator(),
+    )
+    with _naming_the_start(key, num_workers):
+        batches = iter(loader)
+    while True:
+        with _naming_the_lost(key, num_workers):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+        if isinstance(batch, _NoRoom):
+            raise StorageError(f"{key} is {num_workers}: {batch}")
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch
+
+
+def start_worker(worker: int) -> None:
+    """A ``worker_init_fn``: the worker does not get the signals that are for the run, and ends with its trainer.
 
     ``timeout`` and service managers send SIGTERM to the whole process group. PyTorch ends a worker at that, and a run
     that waits for its batch then fails instead of saving a checkpoint.
     """
     os.setpgid(0, 0)
+    end_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:  # it died before the call above
+        os._exit(1)
+
+
+class _NoRoom(StorageError):
+    """A batch that could not be passed on."""
+
+
+def _shared(batch: Any) -> Any:
+    """A ``collate_fn``: moves the tensors of a worker's batch to shared memory, by which they reach the trainer.
+
+    PyTorch would do so in a thread of the worker's queue. Where that fails, it prints a traceback and forgets the
+    batch, and the trainer waits for it without end.
+    """
+    from torch import Tensor
+    from torch.utils.data import get_worker_info
+
+    if get_worker_info() is None or isinstance(batch, UserError):
+        return batch
+    tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
+    try:
+        for tensor in tensors:
+            tensor.share_memory_()
+    except (RuntimeError, OSError) as error:
+        number = re.search(r"\((\d+)\)\s*$", str(error))
+        reason = os.strerror(int(number[1])) if number else str(error)
+        size = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        return _NoRoom(f"a batch of {format_bytes(size)} does not reach the training: {reason}; {_remedy()}")
+    return batch
+
+
+def _remedy() -> str:
+    with contextlib.suppress(OSError):
+        usage = shutil.disk_usage(_SHARED_MEMORY)
+        return (
+            f"processes share batches in {_SHARED_MEMORY}, which has {format_bytes(usage.free)} of "
+            f"{format_bytes(usage.total)} free: empty it, give the container more (docker run "
+            "--shm-size), or use fewer processes; 0 needs none of it"
+        )
+    return f"processes share batches in {_SHARED_MEMORY}, which is not there; 0 processes need none of it"
+
+
+@contextlib.contextmanager
+def _naming_the_start(key: str, num_workers: int) -> Iterator[None]:
+    """Turns the error of semaphores in a full /dev/shm, or of too many processes, into a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        from torch.utils.data import dataloader
+
+        # The destructor of the half-made iterator looks for it, and would print a traceback.
+        dataloader._MultiProcessingDataLoaderIter._shutdown = True
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        remedy = "use fewer processes" if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE) else _remedy()
+        raise StorageError(f"{key} is {num_workers}; these processes cannot be started: {reason}; {remedy}") from None
+
+
+@contextlib.contextmanager
+def _naming_the_lost(key: str, num_workers: int) -> Iterator[None]:
+    """Turns the error of a worker that was killed into one that names the key."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
+        raise RetryableError(
+            f"{key} is {num_workers}, and one of these processes was killed, as happens where memory is short: {error}"
+        ) from None

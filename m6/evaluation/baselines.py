@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +19,7 @@ from m6.data.pretraining import PretrainingData
 from m6.data.weights import source_weights
 from m6.errors import UserError
 from m6.evaluation.ngram import Floats, Ints, NGramCounts, NGramModel
-from m6.files import sha256, write_json
+from m6.files import parse_object, sha256, write_json
 
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 ORDERS = {"unigram": 1, "bigram": 2, "5-gram": 5}
@@ -162,9 +161,9 @@ def _read(file: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        content = parse_object(file.read_bytes())
+    except ValueError as error:
         raise UserError(f"{file}: corrupt: {error}; remove it to compute the baselines again") from None
-    if not isinstance(content, dict) or not content.keys() >= {"made_from", "losses"}:
+    if not content.keys() >= {"made_from", "losses"}:
         raise UserError(f"{file}: holds no baselines; remove it to compute them again")
     return content

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +11,8 @@ import torch
 
 from m6.architecture.special_tokens import IGNORED_LABEL
 from m6.checkpoints.ancestry import kept_initial
-from m6.checkpoints.discovery import complete_checkpoints, step_folder
-from m6.checkpoints.format import CheckpointReader
+from m6.checkpoints.discovery import complete_checkpoints
+from m6.checkpoints.format import CheckpointReader, step_folder
 from m6.checkpoints.initial import ExportedWeights
 from m6.checkpoints.loading import (
     is_exported,
@@ -37,6 +36,7 @@ from m6.runs.directory import RunDirectory
 from m6.runs.hardware import hardware
 from m6.runs.noise_scale import noise_scale
 from m6.runs.processes import default_device
+from m6.runs.provenance import read_attempts
 
 
 def report_file(run_dir: Path, folder: Path | None, split: str | None) -> Path:
@@ -187,14 +187,14 @@ def _missing(config: RunConfig, lost: str | None, baselines: bool) -> str:
 
 
 def _origin(run_dir: Path, config: RunConfig, reader: CheckpointReader, device: torch.device) -> str:
-    attempts = sorted((run_dir / "provenance").glob("attempt_*/attempt.json"))
+    attempts = read_attempts(run_dir)
     lines = []
     if attempts:
-        first, last = (json.loads(file.read_text(encoding="utf-8")) for file in (attempts[0], attempts[-1]))
+        first, last = attempts[0], attempts[-1]
         lines.append(
-            f"- trained: since {first['time']}, {_count(len(attempts), 'attempt')}, "
-            f"{_count(last['world_size'], 'rank')}, torch {last['packages']['torch']}, "
-            f"deepspeed {last['packages']['deepspeed']}"
+            f"- trained: since {first.time}, {_count(len(attempts), 'attempt')}, "
+            f"{_count(last.world_size, 'rank')}, torch {last.packages['torch']}, "
+            f"deepspeed {last.packages['deepspeed']}"
         )
     state = reader.state
     lines += [

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -22,6 +20,7 @@ from m6.formatting import markdown_table, perplexity
 from m6.model import num_parameters
 from m6.runs.data import kept_sources
 from m6.runs.directory import RunDirectory
+from m6.runs.provenance import Attempt, read_attempts
 
 _DRAWING = (
     f"Unless told otherwise it draws at temperature {TEMPERATURE}, the `code_temperature` of `generation_config.json`. "
@@ -183,11 +182,7 @@ def _training(run_dir: Path, config: RunConfig, reader: CheckpointReader) -> str
         )
     if settings.pseudo_to_real is not None:
         rows.append(["first stage", "layers share weights (Pseudo-to-Real, arXiv 2110.03888)"])
-    attempts = [
-        json.loads(file.read_text(encoding="utf-8"))
-        for file in sorted((run_dir / "provenance").glob("attempt_*/attempt.json"))
-    ]
-    if attempts:
+    if attempts := read_attempts(run_dir):
         rows += _attempts(attempts)
     return markdown_table(["", "value"], rows)
 
@@ -229,15 +224,15 @@ def _layout(config: RunConfig) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _attempts(attempts: list[dict[str, Any]]) -> list[list[str]]:
+def _attempts(attempts: list[Attempt]) -> list[list[str]]:
     """Rows about when, on what and with which software the run was trained; without names of hosts and folders."""
     last = attempts[-1]
-    machines = list(dict.fromkeys(f"{each['world_size']} x {each.get('hardware', 'unknown')}" for each in attempts))
-    packages = ", ".join(f"{name} {last['packages'][name]}" for name in ("torch", "deepspeed", "transformers"))
+    machines = list(dict.fromkeys(f"{each.world_size} x {each.hardware}" for each in attempts))
+    packages = ", ".join(f"{name} {last.packages[name]}" for name in ("torch", "deepspeed", "transformers"))
     return [
-        ["trained since", f"{attempts[0]['time']}, in {len(attempts)} attempt{'s' * (len(attempts) > 1)}"],
+        ["trained since", f"{attempts[0].time}, in {len(attempts)} attempt{'s' * (len(attempts) > 1)}"],
         ["ranks x hardware of the first rank", "; ".join(machines)],
-        ["software", f"m6-recipes {m6.__version__} (commit {last['git_commit'] or 'unknown'}), {packages}"],
+        ["software", f"m6-recipes {m6.__version__} (commit {last.git_commit or 'unknown'}), {packages}"],
     ]
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from m6.errors import UserError
+from m6.files import parse_object
 from m6.plots.style import plotting, save_figure
 from m6.training.offloading.report import MEMORY_RECORD
 
@@ -42,7 +42,7 @@ def plot_memory(run_dir: Path, out: Path | None = None) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        record = parse_object(path.read_bytes())
         if record["planned"] and record["actual"] and record["budget_bytes"] + record["step"] >= 0:
             return record
     except FileNotFoundError:

@@ -36,13 +36,15 @@ from typing import Any
 
 from m6.config.run import RunConfig
 from m6.errors import StorageError, UserError
-from m6.files import atomic_path, cut_lines_after, sync, why_unwritable, write_json, write_text
+from m6.files import atomic_path, cut_lines_after, parse_object, read_note, sync, why_unwritable, write_json, write_text
 from m6.lock import FolderLock
+from m6.runs.entries import check_entry
 from m6.runs.identity import first_difference, identity
 from m6.runs.provenance import record_attempt
 
 _LOADING_S = 10.0
-_BAD_ROWS, _STEP_OF_ROW = "bad_rows_rank_*.txt", re.compile(rb"step (\d+): ")
+_OPTIONAL = ("offload", "moe", "pseudo_to_real")  # sections of which a part identifies a run
+_BAD_ROWS, _STEP_OF_ROW = "bad_rows_rank_*.txt", re.compile(rb"step (\d{1,18}): ")
 LAST_CHECKPOINT = "last_checkpoint"
 """The file in a run's folder that names its last complete checkpoint."""
 PROGRESS = "progress"
@@ -105,7 +107,7 @@ class RunDirectory:
         if reason := why_unwritable(self.root):
             raise UserError(f"{self.root} cannot be written: {reason}")
         if (self.root / "FATAL").exists():
-            reason = (self.root / "FATAL").read_text(encoding="utf-8").strip()
+            reason = read_note(self.root / "FATAL")
             raise UserError(f"{self.root} ended as FATAL: {reason}. Remove {self.root / 'FATAL'} to try again")
 
     def open(self, config: RunConfig, world_size: int, nodes: Sequence[str] = ()) -> None:
@@ -129,7 +131,7 @@ class RunDirectory:
     def is_done(self, total_steps: int) -> bool:
         """Whether the run has finished ``total_steps`` steps; it may have finished fewer before it became longer."""
         try:
-            return int((self.root / "DONE").read_text(encoding="utf-8")) >= total_steps
+            return int(read_note(self.root / "DONE")) >= total_steps
         except FileNotFoundError:
             return False
         except ValueError:  # a person's file
@@ -151,7 +153,7 @@ class RunDirectory:
         if file.exists():
             reasons = f" ({'; '.join(problems)})" if problems else ""
             raise UserError(
-                f"{self.root} was saved as {file.read_text(encoding='utf-8').strip()}, but {self.checkpoints} holds no "
+                f"{self.root} was saved as {read_note(file)}, but {self.checkpoints} holds no "
                 f"whole checkpoint{reasons}: bring it back, or begin again at step 0 with --restart, which keeps what "
                 "is there under another name"
             )
@@ -190,6 +192,20 @@ class RunDirectory:
         with self._writing():
             return cut_lines_after(self.metrics, step)
 
+    def lost_metrics(self, step: int, interval_steps: int) -> str:
+        """Says what RUN/metrics.jsonl lacks of the steps before a checkpoint; empty if it lacks nothing.
+
+        Args:
+            step: of the checkpoint.
+            interval_steps: how many steps an entry covers.
+        """
+        entries = self.read_metrics(skip_damaged=True) if self.metrics.is_file() else []
+        last = max((entry["step"] for entry in entries), default=0)
+        if last + interval_steps > step:
+            return ""
+        state = f"ends at step {last}" if self.metrics.is_file() else "is missing"
+        return f"{self.metrics} {state}, but the checkpoint is of step {step}: curves and reports lack what is between"
+
     def append_metrics(self, entry: dict[str, Any]) -> None:
         """Appends one line to RUN/metrics.jsonl; numbers that are not finite become null."""
         with self._writing(), self.metrics.open("a", encoding="utf-8") as file:
@@ -214,10 +230,8 @@ class RunDirectory:
             if not line.endswith("\n"):  # a writer is in the middle of this line, or died there
                 continue
             try:
-                entry = json.loads(line)
-                if not isinstance(entry, dict) or "step" not in entry:
-                    raise ValueError("not an object with a step")
-            except (ValueError, RecursionError) as error:
+                entry = check_entry(parse_object(line))
+            except ValueError as error:
                 if skip_damaged:
                     continue
                 raise UserError(f"{self.metrics}, line {number}: corrupt: {error}") from None
@@ -283,7 +297,7 @@ class RunDirectory:
 
     def save_requested(self) -> bool:
         """Whether a person created RUN/SAVE."""
-        return (self.root / "SAVE").exists()
+        return (self.root / "SAVE").is_file()
 
     def remove_save_request(self) -> None:
         """Removes RUN/SAVE, which tells its author that the checkpoint is complete."""
@@ -299,16 +313,18 @@ def _next_folder(parent: Path, prefix: str) -> Path:
 
 def _read_document(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(document["m6"], dict):
+        document = parse_object(path.read_bytes())
+        sections = document["m6"]
+        needed = [sections, sections["training"], sections["data"], *(sections.get(name) or {} for name in _OPTIONAL)]
+        if all(isinstance(section, dict) for section in needed):
             return document
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     raise UserError(f"{path}: corrupt, or not the configuration of a run; choose another --run-dir")
 
 
 def _total_steps(document: dict[str, Any]) -> int | None:
-    total = document["m6"].get("training", {}).get("total_steps")
+    total = document["m6"]["training"].get("total_steps")
     return total if isinstance(total, int) else None
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
 
 import torch
 
+from m6.data.workers import usable_cores
+
 
 def hardware(device: torch.device) -> str:
     """Returns a description of this machine: CPU model, cores that this process may use, GPUs."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     text = f"{_cpu_model()}, {cores} core{'' if cores == 1 else 's'}"
     if device.type == "cuda":
         text += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"

@@ -57,7 +57,7 @@ def read_layouts(run: Path) -> list[LayoutRecord]:
     if not file.exists():
         return []
     records = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             records.append(LayoutRecord.model_validate_json(line))
         except ValidationError as error:

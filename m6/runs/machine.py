@@ -7,11 +7,15 @@ import importlib.util
 import os
 from pathlib import Path
 
+import torch
+
 from m6.config.deepspeed import DeepSpeedSettings, prepare_deepspeed
 from m6.config.run import RunConfig
+from m6.data.workers import check_number, usable_cores
 from m6.errors import UserError
 from m6.model.patch_encoders import check_patch_encoder
-from m6.runs.processes import is_main_of_environment
+from m6.runs.cards import lacking_kernels
+from m6.runs.processes import is_main_of_environment, own_device, ranks_per_node, world_size_of_environment
 from m6.runs.trackers import check_trackers
 
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
@@ -19,19 +23,38 @@ _NOT_IMPLEMENTED = "deepspeed_not_implemented"  # the operator that DeepSpeed 0.
 
 
 def check_machine(config: RunConfig) -> None:
-    """Checks the precision, the operators of DeepSpeed, folders, packages and credentials that a run needs.
+    """Checks the precision, cores, operators of DeepSpeed, folders, packages and credentials that a run needs.
 
     Raises:
         UserError: one of them is missing here; the message names the key that needs it.
     """
     config.deepspeed.check_device()
+    _check_kernels()
     _check_operators(config.deepspeed)
     for name in config.deepspeed.keys.get("torch_autocast", {}).get("lower_precision_safe_modules", []):
         _check_module(name)
+    num_ranks = ranks_per_node(world_size_of_environment())
+    # Ranks that are not bound to cores of their own share those of the node.
+    check_processes(config, min(usable_cores(), max(1, (os.cpu_count() or 1) // num_ranks)))
     check_trackers(config.m6.logging, with_credentials=is_main_of_environment())
     check_patch_encoder(config.model.patch_encoder)
     if config.m6.lora is not None and importlib.util.find_spec("peft") is None:
         raise UserError("m6.lora needs the package peft, which is not installed; pip install 'm6-recipes[huggingface]'")
+
+
+def _check_kernels() -> None:
+    if torch.cuda.is_available():
+        card = own_device()
+        problem = lacking_kernels(torch.cuda.get_device_capability(card), torch.cuda.get_arch_list())
+        if problem:
+            raise UserError(f"{torch.cuda.get_device_name(card)}, {problem}")
+
+
+def check_processes(config: RunConfig, cores: int) -> None:
+    """Raises UserError if the run asks for more processes or threads than a rank's cores can be busy with."""
+    check_number("m6.data.num_workers", config.m6.data.num_workers, cores)
+    if config.m6.offload is not None:
+        check_number("m6.offload.num_threads", config.m6.offload.num_threads, cores)
 
 
 def _check_operators(settings: DeepSpeedSettings) -> None:

@@ -35,7 +35,7 @@ class Runtime:
     Attributes:
         rank: number of the process, from 0.
         world_size: number of processes.
-        local_rank: number of the process on its node, or of its GPU if srun shows it no other.
+        local_rank: number of the process on its node, or of its GPU if the launcher shows it no other.
         device: the GPU of this process, or the CPU.
         nodes: the name of the node of each process.
     """
@@ -154,9 +154,15 @@ def _complete_environment() -> None:
     for name, slurm_name in _RANK_VARIABLES.items():
         fallback = "1" if name == "WORLD_SIZE" else "0"
         os.environ.setdefault(name, os.environ[slurm_name] if under_srun else fallback)
-    if under_srun and torch.cuda.device_count() == 1:
-        # Of --gpus-per-task=1 and --gpu-bind=single:1: each task sees its own card alone. DeepSpeed reads this, too.
+    # Of --gpus-per-task=1 and --gpu-bind=single:1, or of any launcher that names one card for each rank: each sees its
+    # own card alone, whose number is 0 then. DeepSpeed reads this, too.
+    is_bound = under_srun or _names_one(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    if is_bound and torch.cuda.device_count() == 1:
         os.environ["LOCAL_RANK"] = "0"
+
+
+def _names_one(cards: str) -> bool:
+    return len([card for card in cards.split(",") if card.strip()]) == 1
 
 
 def _check_address(world_size: int) -> None:

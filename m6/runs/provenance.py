@@ -6,11 +6,12 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from pydantic import BaseModel, ValidationError, field_validator
 
 from m6.config.run import RunConfig
 from m6.files import write_json, write_text
@@ -19,14 +20,71 @@ from m6.runs.placement import misplacement
 from m6.runs.processes import default_device
 from m6.runs.snapshot import SNAPSHOT, git
 
-# Of the environment only these are recorded: a list of what is secret would never be complete.
-_RECORDED_VARIABLES = re.compile(
-    r"(MASTER_(ADDR|PORT)|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|CUDA_VISIBLE_DEVICES|DS_ACCELERATOR|HF_HUB_OFFLINE"
-    r"|WANDB_MODE|TORCH_EXTENSIONS_DIR|(OMP|MKL|OPENBLAS)_NUM_THREADS|(NCCL|GLOO)_[A-Z0-9_]+"
-    r"|SLURM_(JOB_(ID|NAME|NUM_NODES|PARTITION)|ARRAY_TASK_ID|NTASKS(_PER_NODE)?|NNODES|NODELIST|PROCID|LOCALID))"
+# Of the environment only these are recorded, by their whole names: a list of what is secret would never be complete,
+# and a prefix such as NCCL_ is one that a site may give to a secret, too.
+_LAUNCH = (
+    "MASTER_ADDR MASTER_PORT RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE CUDA_VISIBLE_DEVICES DS_ACCELERATOR "
+    "HF_HUB_OFFLINE WANDB_MODE TORCH_EXTENSIONS_DIR OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS "
+    "GLOO_SOCKET_IFNAME"
 )
+_SLURM = (
+    "JOB_ID JOB_NAME JOB_NUM_NODES JOB_PARTITION ARRAY_TASK_ID NTASKS NTASKS_PER_NODE NNODES NODELIST PROCID LOCALID"
+)
+# Those of NCCL's user guide ("Environment Variables") and of its debugging.
+_NCCL = (
+    "ALGO ALLOC_P2P_NET_LL_BUFFERS BUFFSIZE CGA_CLUSTER_SIZE CHECKS_DISABLE CHECK_POINTERS COLLNET_ENABLE "
+    "COLLNET_NODE_THRESHOLD COMM_BLOCKING CONF_FILE CROSS_NIC CTA_POLICY CUMEM_ENABLE CUMEM_HOST_ENABLE DEBUG "
+    "DEBUG_FILE DEBUG_SUBSYS DEBUG_TIMESTAMP_FORMAT DEBUG_TIMESTAMP_LEVELS DMABUF_ENABLE GDRCOPY_ENABLE "
+    "GRAPH_DUMP_FILE GRAPH_MIXING_SUPPORT GRAPH_REGISTER HOSTID IB_ADAPTIVE_ROUTING IB_ADDR_FAMILY IB_ADDR_RANGE "
+    "IB_AR_THRESHOLD IB_CUDA_SUPPORT IB_DISABLE IB_ECE_ENABLE IB_FIFO_TC IB_GID_INDEX IB_HCA IB_MERGE_NICS "
+    "IB_MERGE_VFS IB_PCI_RELAXED_ORDERING IB_QPS_PER_CONNECTION IB_RETRY_CNT IB_RETURN_ASYNC_EVENTS "
+    "IB_ROCE_VERSION_NUM IB_SL IB_SPLIT_DATA_ON_QPS IB_TC IB_TIMEOUT IGNORE_CPU_AFFINITY IPC_USE_ABSTRACT_SOCKET "
+    "LAUNCH_MODE LAUNCH_ORDER_IMPLICIT LEGACY_CUDA_REGISTER LL_THRESHOLD LOCAL_REGISTER MAX_CTAS MAX_NCHANNELS "
+    "MAX_NRINGS MEM_SYNC_DOMAIN MIN_CTAS MIN_NCHANNELS MIN_NRINGS MNNVL_CLIQUE_ID MNNVL_ENABLE MNNVL_UUID "
+    "NCHANNELS_PER_NET_PEER NET NETDEVS_POLICY NET_FORCE_MERGE NET_GDR_C2C NET_GDR_LEVEL NET_GDR_READ NET_PLUGIN "
+    "NET_SHARED_BUFFERS NET_SHARED_COMMS NSOCKS_PERTHREAD NTHREADS NVB_DISABLE NVLS_ENABLE OOB_NET_ENABLE "
+    "OOB_NET_IFNAME P2P_DIRECT_DISABLE P2P_DISABLE P2P_LEVEL P2P_LL_THRESHOLD P2P_NET_CHUNKSIZE P2P_PXN_LEVEL "
+    "PROFILER_PLUGIN PROTO PXN_DISABLE RAS_ADDR RAS_ENABLE RAS_TIMEOUT_FACTOR RUNTIME_CONNECT SET_STACK_SIZE "
+    "SET_THREAD_NAME SHM_DISABLE SINGLE_RING_THRESHOLD SOCKET_FAMILY SOCKET_IFNAME SOCKET_NTHREADS SOCKET_RETRY_CNT "
+    "SOCKET_RETRY_SLEEP_MSEC TOPO_DUMP_FILE TOPO_FILE TREE_THRESHOLD TUNER_PLUGIN UID_STAGGER_RATE "
+    "UID_STAGGER_THRESHOLD WIN_ENABLE"
+)
+_RECORDED_VARIABLES = {
+    *_LAUNCH.split(),
+    *(f"SLURM_{name}" for name in _SLURM.split()),
+    *(f"NCCL_{name}" for name in _NCCL.split()),
+}
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece", "safetensors", "numpy")
 _PRIVATE = 0o600
+
+
+class Attempt(BaseModel):
+    """What reports say of an attempt; the file holds more."""
+
+    time: str
+    world_size: int
+    packages: dict[str, str]
+    hardware: str = "unknown"
+    git_commit: str | None = None
+
+    @field_validator("packages")
+    @classmethod
+    def _check(cls, packages: dict[str, str]) -> dict[str, str]:
+        if missing := [name for name in _PACKAGES if name not in packages]:
+            raise ValueError(f"no version of {missing[0]}")
+        return packages
+
+
+def read_attempts(run: Path) -> list[Attempt]:
+    """Reads what ``record_attempt`` has written for a run, the oldest first; of damaged files it warns."""
+    attempts = []
+    for file in sorted((run / "provenance").glob("attempt_*/attempt.json")):
+        try:
+            attempts.append(Attempt.model_validate_json(file.read_bytes()))
+        except (OSError, ValidationError) as error:
+            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
+            print(f"warning: {file}: corrupt: {reason}", file=sys.stderr)
+    return attempts
 
 
 def record_attempt(attempt: Path, config: RunConfig, world_size: int, nodes: Sequence[str]) -> None:
@@ -50,9 +108,7 @@ def record_attempt(attempt: Path, config: RunConfig, world_size: int, nodes: Seq
         "python": platform.python_version(),
         "git_commit": commit,
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "environment": {
-            name: value for name, value in sorted(os.environ.items()) if _RECORDED_VARIABLES.fullmatch(name)
-        },
+        "environment": {name: os.environ[name] for name in sorted(_RECORDED_VARIABLES & os.environ.keys())},
     }
     write_json(attempt / "attempt.json", record, _PRIVATE)
     write_json(attempt / "config.json", config.document, _PRIVATE)

@@ -6,16 +6,16 @@ takes its ranks with it.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType
 
+from m6.data.workers import end_with_parent
+
 # Variables that torchrun and the deepspeed launcher set for the processes they start.
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
-_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def stopping_signals() -> tuple[signal.Signals, ...]:
@@ -34,9 +34,7 @@ def end_with_launcher() -> None:
     would train on beside the next attempt.
     """
     if any(name in os.environ for name in _LAUNCHERS):
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "prctl"):
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
 
 
 @dataclass(frozen=True)

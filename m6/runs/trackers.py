@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 
 from m6.config.sections import LoggingSettings
 from m6.errors import StorageError, UserError, nearest
-from m6.files import write_text
+from m6.files import read_note, write_text
 from m6.runs.directory import TENSORBOARD, WANDB_ID, RunDirectory
 
 _ONLINE, _OFFLINE = ("online", "run", "shared"), ("offline", "dryrun", "disabled")  # values of WANDB_MODE
@@ -62,7 +63,7 @@ def _check_wandb_key() -> None:
 def _start_wandb(run: RunDirectory, settings: LoggingSettings, document: dict[str, Any], mode: str) -> Any:
     import wandb
 
-    return wandb.init(
+    tracked = wandb.init(
         project=settings.wandb_project,
         group=settings.wandb_group,
         name=settings.wandb_name or run.root.name,
@@ -72,6 +73,11 @@ def _start_wandb(run: RunDirectory, settings: LoggingSettings, document: dict[st
         dir=str(run.root),
         config=document,
     )
+    # The service numbers what it is sent, and drops what has a smaller number than it has seen. An attempt that goes on
+    # from a checkpoint repeats steps, so the step is a metric of its own, and the horizontal axis of all others.
+    tracked.define_metric("step")
+    tracked.define_metric("*", step_metric="step")
+    return tracked
 
 
 class Trackers:
@@ -114,7 +120,7 @@ class Trackers:
         self._run.append_metrics(entry)
         flat = dict(_flatten(entry))
         if self._wandb is not None:
-            self._wandb.log(flat, step=entry["step"])
+            self._wandb.log(flat)
         if self._tensorboard is not None:
             for key, value in flat.items():
                 self._tensorboard.add_scalar(key, value, entry["step"])
@@ -124,7 +130,7 @@ class Trackers:
         if self._wandb is not None:
             import wandb
 
-            self._wandb.log({name: wandb.Image(str(picture))}, step=step)
+            self._wandb.log({name: wandb.Image(str(picture)), "step": step})
         if self._tensorboard is not None:
             from PIL import Image
 
@@ -143,7 +149,10 @@ def _wandb_id(run: RunDirectory) -> str:
     file = run.root / WANDB_ID
     if not file.exists():
         write_text(file, secrets.token_hex(8) + "\n")
-    return file.read_text(encoding="utf-8").strip()
+    found = read_note(file)
+    if not re.fullmatch(r"[\w-]{1,64}", found, re.ASCII):
+        raise UserError(f"{file}: corrupt: {found!r:.80} is no id of Weights & Biases; remove it to begin new curves")
+    return found
 
 
 def _flatten(value: Any, name: str = "") -> list[tuple[str, float]]:

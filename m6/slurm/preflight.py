@@ -21,6 +21,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from m6.runs.cards import lacking_kernels
+
 _GIB = 2**30
 _GPU_FIELDS = ("index", "temperature.gpu", "memory.used", "ecc.errors.uncorrected.volatile.total")
 # Xid errors for which NVIDIA's documentation recommends a restart or a replacement: memory, bus, NVLink, firmware.
@@ -95,6 +97,20 @@ def check_gpus(query: str, kernel_log: str, uptime_s: float) -> list[str]:
     return problems
 
 
+def check_kernels(capabilities: str, architectures: str) -> list[str]:
+    """Finds GPUs for which the installed PyTorch has no kernels.
+
+    Args:
+        capabilities: output of nvidia-smi for index and compute_cap, as CSV without header; one line per GPU.
+        architectures: those of the build, with blanks between them; empty if they are not known.
+    """
+    problems = []
+    for index, major, minor in re.findall(r"^(\d+), (\d+)\.(\d+)$", capabilities, re.MULTILINE):
+        if problem := lacking_kernels((int(major), int(minor)), architectures.split()):
+            problems.append(f"GPU {index}, {problem}")
+    return problems
+
+
 def check_site() -> list[str]:
     """Runs the site's check PREFLIGHT_HOOK: a shell command that fails on a sick node and prints the reason."""
     command = os.environ.get("PREFLIGHT_HOOK")
@@ -111,6 +127,11 @@ def check_node(reports: Path) -> list[str]:
     if expected_gpus():
         query = _output("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits")
         problems += check_gpus(query, _output("dmesg"), time.clock_gettime(time.CLOCK_BOOTTIME))
+        # Of a process of its own: an installation that does not work is told by the training.
+        architectures = _output(sys.executable, "-c", "import torch; print(*torch.cuda.get_arch_list())")
+        problems += check_kernels(
+            _output("nvidia-smi", "--query-gpu=index,compute_cap", "--format=csv,noheader"), architectures
+        )
     return problems
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -13,6 +13,7 @@ from typing import Any
 from m6.architecture.configuration import M6Config
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.errors import UserError
+from m6.files import parse_object, read_note
 from m6.runs.directory import PROGRESS, RunDirectory
 from m6.runs.layouts import measured_steps, read_layouts
 
@@ -31,12 +32,13 @@ def describe_status(root: Path) -> str:
     lines = [("run", os.path.abspath(root)), ("state", _state(root))]
     if (root / "slurm").is_dir():  # else it has never been submitted
         lines.append(("jobs", _jobs(root)))
-    attempts = sorted((root / "slurm" / "attempts").glob("[0-9]*"))
+    folders = (root / "slurm" / "attempts").glob("*")
+    attempts = sorted(folder for folder in folders if re.fullmatch("[0-9]{4,9}", folder.name))
     if attempts:
         lines.append(("attempts", f"{len(attempts)}, the last in {attempts[-1]}"))
     lines += [("layout", layout) for layout in _layouts(root)]
     progress = _read_json(root / PROGRESS)
-    if progress:
+    if all(isinstance(progress.get(key), (int, float)) for key in ("time", "step", "total_steps")):
         age = _age(time.time() - progress["time"])
         lines.append(("step", f"{progress['step']} of {progress['total_steps']}, {age} ago"))
     # metrics.jsonl also has lines of validation, which have no training loss.
@@ -73,7 +75,7 @@ def _state(root: Path) -> str:
     # The files by which the job scripts and users mark a run; the most final one decides.
     for name, meaning in (("FATAL", "failed"), ("DONE", "finished at step"), ("STOP", "stop requested by a user")):
         if (root / name).exists():
-            return f"{meaning} {(root / name).read_text(encoding='utf-8').strip()}".strip()
+            return f"{meaning} {read_note(root / name)}".strip()
     return "not finished"
 
 
@@ -84,7 +86,7 @@ def _jobs(root: Path) -> str:
     submitted without a comment.
     """
     last = root / "slurm" / "job"
-    last_job = last.read_text().strip() if last.exists() else ""
+    last_job = read_note(last) if last.exists() else ""
     # id | state | reason | nodes | time left | comment; the comment is last, because it may contain a bar.
     try:
         queue = subprocess.run(
@@ -105,10 +107,9 @@ def _jobs(root: Path) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return parse_object(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _age(seconds: float) -> str:

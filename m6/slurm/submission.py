@@ -162,8 +162,10 @@ def _check_run(config: RunConfig, run: Path, job: JobDescription, restart: bool)
     from m6.checkpoints.discovery import complete_checkpoints
     from m6.checkpoints.start import check_start
     from m6.runs.data import data_warnings, open_data
+    from m6.runs.machine import check_processes
     from m6.runs.trackers import check_trackers
 
+    check_processes(config, job.cpus_per_rank)
     try:
         check_trackers(config.m6.logging, with_credentials=True)
     except UserError as error:

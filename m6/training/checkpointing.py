@@ -18,8 +18,16 @@ import torch
 
 from m6.architecture.adapter_names import is_adapter
 from m6.checkpoints.adapters import BaseWeights
-from m6.checkpoints.discovery import complete_checkpoints, remove_checkpoint, remove_half_written, step_folder
-from m6.checkpoints.format import MANIFEST, CheckpointReader, WeightReader, no_sign, write_manifest, write_shards
+from m6.checkpoints.discovery import complete_checkpoints, remove_checkpoint, remove_half_written
+from m6.checkpoints.format import (
+    MANIFEST,
+    CheckpointReader,
+    WeightReader,
+    no_sign,
+    step_folder,
+    write_manifest,
+    write_shards,
+)
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.config.run import RunConfig
 from m6.data.settings import DataSettings

@@ -267,6 +267,8 @@ class Trainer:
         # The attempt before may have logged steps after its last checkpoint, which this one repeats.
         self.run.cut_bad_rows_after(self.step)
         damaged = self.run.cut_metrics_after(self.step)
+        if lost := self.run.lost_metrics(self.step, self.settings.logging.interval_steps):
+            self._print(f"warning: {lost}")
         if damaged:
             self._print(f"warning: {self.run.metrics}: set aside damaged lines {', '.join(map(str, damaged))}")
 

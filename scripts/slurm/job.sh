@@ -9,8 +9,8 @@
 #   ATTEMPT/over                      the stage of this job is over: the job ends, and that of the next stage goes on
 #   else, asked to stop by Slurm      saved: the job requeues itself, or leaves the rest to its successor
 #   else                              something failed: again in the same allocation, on nodes that pass preflight
-# Two attempts in a row that end without a new checkpoint become RUN/FATAL. One that was stopped in preflight does not count
-# among those that got further; two in a row are counted by themselves.
+# Two attempts in a row that end without a checkpoint beyond the newest so far become RUN/FATAL. One that was stopped in
+# preflight does not count among those that got further; two in a row are counted by themselves.
 #
 # shellcheck shell=bash
 

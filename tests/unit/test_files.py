@@ -5,12 +5,15 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pwd
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from m6.files import atomic_path, sha256, sync, write_json, write_text
+from m6.errors import UserError
+from m6.files import atomic_path, cache_folder, sha256, sync, write_json, write_text
 
 
 def test_a_new_file_is_whole_and_readable_by_others(tmp_path: Path):
@@ -122,3 +125,41 @@ def test_json_and_checksums(tmp_path: Path):
     big = bytes(range(256)) * 10_000  # more than one block
     (tmp_path / "big").write_bytes(big)
     assert sha256(tmp_path / "big") == hashlib.sha256(big).hexdigest()
+
+
+@pytest.fixture
+def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user without HOME and without an entry in passwd; the temporary folder."""
+
+    def unknown(user: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_user_without_a_home_has_a_cache(homeless: Path):
+    with pytest.raises(RuntimeError):
+        Path.home()
+    folder = cache_folder()
+    assert folder.parent == homeless
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert cache_folder() == folder
+
+
+def test_the_cache_of_a_user_without_a_home_is_nobody_elses(homeless: Path):
+    folder = cache_folder()
+    folder.chmod(0o777)
+    with pytest.raises(UserError, match="others can write it: remove it, or name a folder in XDG_CACHE_HOME"):
+        cache_folder()
+    folder.rmdir()
+    (homeless / "planted").mkdir()
+    folder.symlink_to(homeless / "planted")
+    with pytest.raises(UserError, match="is a link"):
+        cache_folder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(homeless / "own"))
+        assert cache_folder() == homeless / "own" / "m6-recipes"

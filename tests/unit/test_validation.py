@@ -59,3 +59,34 @@ def test_a_message_is_one_line_that_a_terminal_can_show():
     with pytest.raises(UserError) as caught:
         check_keys({"two\nlines\x1b[31m猫": 1}, {"layers"}, "a")
     assert str(caught.value).startswith(r"a.two\nlines\x1b[31m猫: unknown key")
+
+
+@pytest.mark.parametrize(
+    ("where", "key", "written"),
+    [
+        ("", "optimizer", "optimnizer"),
+        ("optimizer", "type", "tpye"),
+        ("optimizer.params", "lr", "lrr"),
+        ("m6", "training", "trainig"),
+        ("m6.data", "tokenizer", "tokeniser"),
+        ("m6.training", "total_steps", "totalsteps"),
+    ],
+)
+def test_a_misspelt_required_key_is_no_missing_one(where: str, key: str, written: str):
+    document: dict[str, Any] = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "m6": {"data": {"path": "data", "tokenizer": "tokenizer"}, "objectives": {}, "training": {"total_steps": 4}},
+    }
+    section = document
+    for name in filter(None, where.split(".")):
+        section = section[name]
+    section[written] = section.pop(key)
+    with pytest.raises(UserError) as caught:
+        parse_config(document)
+    assert str(caught.value) == f'{where}.{written}: unknown key; did you mean "{key}"?'.lstrip(".")
+    del section[written]
+    with pytest.raises(UserError, match=r": missing"):
+        parse_config(document)

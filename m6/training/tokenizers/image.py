@@ -16,19 +16,18 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from m6.config.image_tokenizer import ImageTokenizerOptimizer, ImageTokenizerTraining
 from m6.data.manifest import Manifest
 from m6.data.pictures import BadPictures, PictureSet, TrainingBatches, to_unit_range
-from m6.data.workers import leave_process_group
+from m6.data.workers import check_number, prepared, usable_cores
 from m6.errors import UserError
 from m6.evaluation.reconstruction import Measures, measure
 from m6.files import cut_lines_after, write_json, write_text
@@ -148,6 +147,7 @@ def train_image_tokenizer(
             package is missing, or the pictures cannot be used.
     """
     _check_out(settings, out)
+    check_number("data.num_workers", settings.data.num_workers, usable_cores())
     if settings.loss.perceptual:
         check_patch_encoder("efficientnet_lite0")
     manifest = Manifest.load(settings.data.path)
@@ -179,20 +179,10 @@ def _train(
     options, bad = settings.optimizer, BadPictures(settings.data.max_bad_row_share)
     batches = TrainingBatches(pictures, options.batch_size, options.seed)
     steps = range(trainer.step, options.total_steps)
-    # With a generator of its own, the loader does not draw its seed from the global one.
-    loader: Iterable[Any] = DataLoader(
-        batches,
-        batch_size=None,
-        sampler=steps,
-        num_workers=settings.data.num_workers,
-        worker_init_fn=leave_process_group,
-        generator=torch.Generator(),
-    )
+    loader = prepared(batches, steps, "data.num_workers", settings.data.num_workers)
     progress = tqdm(loader, desc="image tokenizer", initial=steps.start, total=steps.stop, unit=" steps", disable=None)
     started = time.monotonic()
     for batch in progress:
-        if isinstance(batch, UserError):
-            raise batch
         bad.count(batch)
         losses = trainer.train_step(to_unit_range(batch.pixels, device))
         last = trainer.step == options.total_steps

@@ -5,23 +5,27 @@
 # shellcheck shell=bash
 
 newest_checkpoint() { # the step of the newest complete checkpoint, 0 without one
-    local manifest step=0
+    local manifest step newest=0
+    # Of other names, such as those of copies, the trainer takes no notice either (m6/checkpoints/discovery.py).
     for manifest in "$RUN_DIR"/checkpoints/step_*/manifest.json; do
-        [[ -e $manifest ]] || continue
-        step=${manifest%/manifest.json}
-        step=${step##*/step_}
+        [[ -f $manifest && ${manifest%/manifest.json} =~ /step_([0-9]{8,18})$ ]] || continue
+        step=$((10#${BASH_REMATCH[1]}))
+        ((step <= newest)) || newest=$step
     done
-    echo $((10#$step))
+    echo "$newest"
 }
 
-# Whether two attempts since the newest checkpoint got past preflight, or the last two were stopped in it. One that was
-# stopped may have had bad luck, and is no reason to give up after one that failed.
+# Whether two attempts in a row got past preflight and ended without a checkpoint beyond the newest so far, or the last two
+# were stopped in preflight. One that was stopped may have had bad luck, and is no reason to give up after one that failed.
+# A checkpoint that was set aside and written again is no progress: else an attempt that damages it would never be the last.
 stalled() {
     cat "$RUN_DIR/slurm/attempts.txt" 2>/dev/null | awk -v newest="$(newest_checkpoint)" '
-        $1 != newest { started = stopped = 0; next }
+        BEGIN { best = -1 }
+        $1 == "-" { best = -1; started = stopped = 0; next }
+        $1 + 0 > best { best = $1 + 0; started = stopped = 0 }
         $4 == "stopped" { stopped++; next }
         { started++; stopped = 0 }
-        END { exit !(started >= 2 || stopped >= 2) }'
+        END { exit !(newest + 0 <= best && (started >= 2 || stopped >= 2)) }'
 }
 
 give_up() { # give_up REASON...
@@ -62,9 +66,8 @@ open_attempt() { # the next attempt's folder, and what it runs on and with
     last=$(newest_attempt)
     ATTEMPT=$(printf '%04d' $((10#${last:-0} + 1)))
     M6_ATTEMPT_DIR=$RUN_DIR/slurm/attempts/$ATTEMPT
-    # Neither jobs that share a node nor an attempt and what is left of the one before it share a port.
-    export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 16 + 10#$ATTEMPT) % 10000))
-    export M6_ATTEMPT_DIR TORCH_FR_DUMP_TEMP_FILE=$M6_ATTEMPT_DIR/nccl_timeout_ NCCL_DEBUG_FILE=${M6_ATTEMPT_DIR//%/%%}/nccl.%h.%p.log
+    MASTER_PORT=$(free_port)
+    export MASTER_PORT M6_ATTEMPT_DIR TORCH_FR_DUMP_TEMP_FILE=$M6_ATTEMPT_DIR/nccl_timeout_ NCCL_DEBUG_FILE=${M6_ATTEMPT_DIR//%/%%}/nccl.%h.%p.log
     mkdir "$M6_ATTEMPT_DIR"
     log "attempt $ATTEMPT on $SLURM_JOB_NODELIST, $RANKS_PER_NODE ranks each, from step $(newest_checkpoint), config $CONFIG"
     # Patiently, for while the controller is away preflight's srun would fail as if every node were sick.
@@ -77,7 +80,29 @@ open_attempt() { # the next attempt's folder, and what it runs on and with
 record_attempt() { echo "$(newest_checkpoint) $ATTEMPT $SLURM_JOB_ID${STOP_ASKED:+ stopped}" >>"$RUN_DIR/slurm/attempts.txt"; }
 
 newest_attempt() { # its number; nothing before the first
-    find "$RUN_DIR/slurm/attempts" -mindepth 1 -maxdepth 1 -printf '%f\n' | sort | tail -n 1
+    find "$RUN_DIR/slurm/attempts" -mindepth 1 -maxdepth 1 -regextype posix-extended -regex '.*/[0-9]{4,9}' -printf '%f\n' |
+        sort -n | tail -n 1
+}
+
+# A port at which nobody listens on this node, which is that of rank 0. Until rank 0 takes it, another job on the node may
+# look for one: jobs with ids less than 100 apart begin to look at different ports in all of their first 50 attempts, and so
+# does an attempt after the one before it, of which something may be left. Linux gives none of these ports to connections.
+free_port() {
+    local first=$(((SLURM_JOB_ID + 7888 * 10#$ATTEMPT) % 12763))
+    python - "$first" <<'END' || echo $((20000 + first))
+import socket, sys
+family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+for number in range(12763):
+    port = 20000 + (int(sys.argv[1]) + number) % 12763
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6).close()
+    except OSError:
+        continue
+    print(port)
+    break
+else:
+    sys.exit(1)
+END
 }
 
 describe_failure() { describe_ranks last_words; } # as far as the rank that failed can be told from the others

@@ -44,7 +44,7 @@ watch_growth() { # asks the job to stop, as before its time limit, when enough n
     [[ $(tail -n 1 "$asked" 2>/dev/null) == "$SLURM_JOB_NUM_NODES" ]] || rm -f "$asked"
     patience=$((GROW_AFTER_S << $(wc -l < <(cat "$asked" 2>/dev/null))))
     while sleep "$WATCH_INTERVAL_S" && kill -0 "$STEP_PID" 2>/dev/null; do
-        now=$(date +%s)
+        now=$(uptime_s)
         idle=$(idle_nodes) || continue # Slurm's controller is busy
         if ((SLURM_JOB_NUM_NODES + idle < GROW_AT)); then
             since=0

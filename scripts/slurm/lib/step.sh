@@ -4,7 +4,7 @@
 
 run_step() { # run_step COMMAND...
     REPEATER=
-    STEP_STARTED=$(date +%s)
+    STEP_STARTED=$(uptime_s)
     [[ -z $STOP_ASKED ]] || return 0
     # In the background, for a trap would not run while srun is in the foreground. In --output, %% stands for a percent sign.
     srun --nodes="$STEP_NODES" --ntasks="$((STEP_NODES * RANKS_PER_NODE))" \
@@ -21,7 +21,7 @@ run_step() { # run_step COMMAND...
     done
     STEP_PID=
     kill "$watchdog" "$growth" $REPEATER 2>/dev/null || true
-    log "the step has ended at step $(newest_checkpoint) (newest checkpoint), after $(($(date +%s) - STEP_STARTED)) s"
+    log "the step has ended at step $(newest_checkpoint) (newest checkpoint), after $(($(uptime_s) - STEP_STARTED)) s"
 }
 
 pass_on_stop() { # srun hands the signal to every rank; repeated, since a rank that is starting ignores it

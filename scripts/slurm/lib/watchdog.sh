@@ -2,16 +2,23 @@
 #
 # shellcheck shell=bash
 
+# Only changes of the files count, by this node's own measure of time: the file server writes their times by a clock of its
+# own, and any clock may be set while a step runs.
 watch_step() {
-    local now last loading age limit
+    local now mark age progress loading changed=$STEP_STARTED limit=$START_TIMEOUT_S
+    progress=$(mark_of "$RUN_DIR/progress") loading=$(mark_of "$RUN_DIR/loading") # what earlier attempts left
     while sleep "$WATCH_INTERVAL_S" && kill -0 "$STEP_PID" 2>/dev/null; do
-        now=$(date +%s)
-        last=$(written "$RUN_DIR/progress") loading=$(written "$RUN_DIR/loading") limit=$STEP_TIMEOUT_S
-        if ((last < STEP_STARTED)); then # no step since this attempt began: it loads, resumes and compiles
-            last=$STEP_STARTED limit=$START_TIMEOUT_S
+        now=$(uptime_s)
+        mark=$(mark_of "$RUN_DIR/progress")
+        if [[ -n $mark && $mark != "$progress" ]]; then
+            progress=$mark changed=$now limit=$STEP_TIMEOUT_S # until then it loads, resumes and compiles
         fi
         # A checkpoint of terabytes takes longer to read than any limit. It is renewed with each part that was read.
-        age=$((now - (loading > last ? loading : last)))
+        mark=$(mark_of "$RUN_DIR/loading")
+        if [[ -n $mark && $mark != "$loading" ]]; then
+            loading=$mark changed=$now
+        fi
+        age=$((now - changed))
         if ((age > limit)); then
             log "watchdog: no step for $age s, the limit is $limit s"
             end_with_evidence
@@ -20,7 +27,15 @@ watch_step() {
     done
 }
 
-written() { stat --format=%Y "$1" 2>/dev/null || echo 0; } # when a file was last written, in seconds
+mark_of() { # differs after each write of a file; empty while it cannot be read
+    stat --format='%i %y' "$1" 2>/dev/null && cat "$1" 2>/dev/null || true
+}
+
+uptime_s() { # seconds since this node's start, which no change of its clock moves
+    local uptime
+    read -r uptime _ </proc/uptime
+    echo "${uptime%.*}"
+}
 
 end_with_evidence() { # stacks go to the ranks' logs, the flight recorder's files to the attempt's folder
     local step

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from deepspeed.accelerator import get_accelerator
 
+from m6.errors import UserError
+from m6.runs.machine import _check_kernels
 from tests.fixtures.command import user_error
 from tests.fixtures.tiny_run import tiny_document
 
@@ -24,6 +27,21 @@ def message(folder: Path, zero: dict[str, Any], **changes: Any) -> str:
     text = user_error("pretrain", config, "--run-dir", run)
     assert not run.exists()
     return text
+
+
+def test_a_card_without_kernels_is_told_before_the_run_begins(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """A V100 with the default build of PyTorch 2.11, in place of an error of its first kernel."""
+    monkeypatch.setattr("m6.runs.machine.own_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla V100-SXM2-32GB")
+    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: ["sm_75", "sm_80", "compute_120"])
+    with pytest.raises(
+        UserError, match=r"Tesla V100-SXM2-32GB, sm_70: .* sm_75, sm_80, compute_120 alone; .*whl/cu126"
+    ):
+        _check_kernels()
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    _check_kernels()
 
 
 @pytest.mark.parametrize("kind", ["weights", "nontrainable_weights", "gradients"])

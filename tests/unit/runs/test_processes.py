@@ -127,12 +127,22 @@ TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}
 
 
 @pytest.mark.parametrize(
-    ("variables", "num_cards", "card"), [(SRUN, 8, 1), (SRUN, 1, 0), (TORCHRUN, 2, 1), (TORCHRUN, 1, None)]
+    ("variables", "num_cards", "card"),
+    [
+        (SRUN, 8, 1),
+        (SRUN, 1, 0),
+        (TORCHRUN, 2, 1),
+        (TORCHRUN, 1, None),  # the node may have lost the others
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "1"}, 1, 0),
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "GPU-8a1f,"}, 1, 0),
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "0,1"}, 2, 1),
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "0,1"}, 1, None),
+    ],
 )
 def test_the_card_of_a_rank(
     variables: dict[str, str], num_cards: int, card: int | None, monkeypatch: pytest.MonkeyPatch
 ):
-    """srun --gpus-per-task=1 shows each task its own card alone, whose number is 0 then."""
+    """Launchers that bind one card a rank show each its own card alone, whose number is 0 then."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_cards)
     with mock.patch.dict(os.environ, variables, clear=True):

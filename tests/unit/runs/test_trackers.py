@@ -1,5 +1,8 @@
 """What the trackers are shown."""
 
+import json
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,47 @@ def test_pictures_reach_wandb(tmp_path: Path, picture: Path):
     trackers.close()
     [kept] = (run.root / "wandb").rglob("media/images/*.png")
     assert Image.open(kept).size == (6, 4)
+
+
+def records_of(run: Path) -> Iterator[Any]:
+    """What one attempt after the other has written for Weights & Biases, in files of less than a block of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+
+    for file in sorted((run / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
+        content, place = file.read_bytes(), 7  # after ":W&B" and the format's version
+        assert len(content) < 2**15
+        while place < len(content):  # LevelDB's log: checksum, length, kind, and the record
+            _, length, kind = struct.unpack_from("<IHB", content, place)
+            assert kind == 1  # a whole record
+            place += 7
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(content[place : place + length])
+            place += length
+            yield record
+
+
+def test_steps_that_an_attempt_repeats_reach_wandb(tmp_path: Path, picture: Path):
+    """The service takes no row whose number is smaller than that of one before, so rows must not have ours."""
+    run = RunDirectory(tmp_path / "run")
+    run.root.mkdir()
+    attempts = ((7, 8, 9), (8, 9, 10))  # the second goes on from the checkpoint of step 7
+    for steps in attempts:
+        trackers = Trackers(run, LoggingSettings(wandb="offline"), {}, steps[0] - 1)
+        for step in steps:
+            trackers.write({"step": step, "loss": 1.0 * step, "objectives": {"captioning": 2.0 * step}})
+        trackers.show("samples", picture, steps[-1])
+        trackers.close()
+    records = list(records_of(run.root))
+    rows = [record.history for record in records if record.WhichOneof("record_type") == "history"]
+    shown = [{item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in row.item} for row in rows]
+    losses = [row["step"] for row in shown if "loss" in row]
+    assert losses == [7, 8, 9, 8, 9, 10]
+    assert [row["step"] for row in shown if any(key.startswith("samples") for key in row)] == [9, 10]
+    # Rows are numbered by the package, which goes on counting where the service says that the run has ended.
+    numbers = [row["_step"] for row in shown]
+    assert numbers == [0, 1, 2, 3] * 2
+    metrics = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
+    assert {(metric.name, metric.glob_name, metric.step_metric) for metric in metrics} >= {("", "*", "step")}
 
 
 def test_the_id_in_wandb_is_that_of_the_folder(tmp_path: Path):

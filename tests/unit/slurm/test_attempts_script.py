@@ -1,10 +1,13 @@
 """lib/attempts.sh on made-up logs of ranks: which rank failed or stands still, and which stages it has."""
 
 import os
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from m6.checkpoints.discovery import complete_checkpoints
 
 ROOT = Path(__file__).parents[3]
 PLACES = ("pipeline 0, stage 0, layers 0-1", "pipeline 1, stage 0, layers 0-1", "pipeline 0, stage 1, layers 2-3", "")
@@ -149,6 +152,90 @@ def test_when_a_job_gives_up(tmp_path: Path, attempts: str, gives_up: bool):
     """
     script += f"for attempt in {attempts}; do $attempt; done; if stalled; then echo gives up; fi"
     assert describe(tmp_path, script, []) == (["gives up"] if gives_up else [])
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        "step_00001000_old",
+        "step_00001000.bak",
+        "step_00000009 (copy)",
+        "step_99",
+        "step_",
+        "step_x",
+        "step_0000000٩٩",
+        "step_" + 30 * "9",
+        "corrupt_step_00001000",
+    ],
+)
+def test_folders_of_other_names_do_not_keep_a_job_alive(tmp_path: Path, foreign: str):
+    for name in ("step_00000009", "step_00000008", foreign):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "manifest.json").touch()
+    (tmp_path / "checkpoints" / "step_00000099" / "manifest.json").mkdir(parents=True)
+    script = "SLURM_JOB_ID=7 ATTEMPT=0001; newest_checkpoint; record_attempt; record_attempt; stalled && echo gives up"
+    assert describe(tmp_path, script, []) == ["9", "gives up"]
+    assert [path.name for path in complete_checkpoints(tmp_path / "checkpoints")] == ["step_00000008", "step_00000009"]
+
+
+def test_steps_of_more_digits_are_compared_as_numbers(tmp_path: Path):
+    for step in (99_999_998, 100_000_000, 99_999_999):
+        (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step_{step:08d}" / "manifest.json").touch()
+    assert describe(tmp_path, "newest_checkpoint", []) == ["100000000"]
+
+
+def test_a_checkpoint_that_is_set_aside_and_written_again_is_no_progress(tmp_path: Path):
+    """Each attempt damages the checkpoint that it writes, so that the next one goes back to the one before."""
+    (tmp_path / "checkpoints" / "step_00000010").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_00000010" / "manifest.json").touch()
+    script = """
+        SLURM_JOB_ID=7 ATTEMPT=0001
+        for newest in 10 20 10 20 10 20; do
+            newest_checkpoint() { echo "$newest"; }
+            if stalled; then echo "gives up at $newest"; break; fi
+            record_attempt
+        done
+    """
+    assert describe(tmp_path, script, []) == ["gives up at 20"]
+
+
+def test_folders_of_other_names_are_no_attempts(tmp_path: Path):
+    script = (
+        'for name in 0009 0010 0011_old 99 copy x0012; do mkdir "$RUN_DIR/slurm/attempts/$name"; done; newest_attempt'
+    )
+    assert describe(tmp_path, script, []) == ["0010"]
+    assert describe(tmp_path / "many", 'mkdir "$RUN_DIR"/slurm/attempts/{9999,10000}; newest_attempt', []) == ["10000"]
+
+
+def ports(folder: Path, jobs: range, attempts: range) -> list[int]:
+    """The ports at which jobs and their attempts begin to look."""
+    # Without Python the first candidate is taken.
+    script = f"""
+        python() {{ return 1; }}
+        for SLURM_JOB_ID in {" ".join(map(str, jobs))}; do
+            for number in {" ".join(map(str, attempts))}; do ATTEMPT=$(printf %04d $number); free_port; done
+        done
+    """
+    return [int(line) for line in describe(folder, script, [])]
+
+
+def test_jobs_and_attempts_do_not_share_a_port(tmp_path: Path):
+    """Of 20 jobs in a row with 20 attempts each, and of jobs whose ids are any round number apart."""
+    found = ports(tmp_path / "a", range(1_234_560, 1_234_580), range(1, 21))
+    assert len(set(found)) == len(found) == 400
+    assert {20000 <= port < 32768 for port in found} == {True}
+    for distance in (16, 64, 100, 500, 625, 1000, 1024, 5000, 10000):
+        found = ports(tmp_path / f"b{distance}", range(70_000, 70_000 + 10 * distance, distance), range(1, 3))
+        assert len(set(found)) == len(found) == 20, distance
+
+
+def test_a_port_that_is_taken_is_passed_over(tmp_path: Path):
+    [first] = ports(tmp_path / "first", range(77, 78), range(1, 2))
+    with socket.create_server(("", first)) as taken:
+        assert taken.getsockname()[1] == first
+        [port] = describe(tmp_path / "taken", "SLURM_JOB_ID=77 ATTEMPT=0001; free_port", [])
+    assert int(port) > first
 
 
 RECEIVES = '"/site-packages/torch/distributed/pipelining/schedules.py", line 683 in _wait_batch_p2p'

@@ -15,6 +15,7 @@ give_up() { echo "gave up: $*"; exit 1; }
 source "$ROOT/scripts/slurm/lib/controller.sh"
 source "$ROOT/scripts/slurm/lib/layout.sh"
 source "$ROOT/scripts/slurm/lib/successors.sh"
+source "$ROOT/scripts/slurm/lib/watchdog.sh"
 """
 # Says what it was asked, and writes the answer of ANSWER; without one it ends with MISTAKE, or else of a full disk.
 PYTHON = """#!/usr/bin/env bash

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -79,6 +80,38 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch):
         "GPU 1: not idle, 20000 MiB are in use",
         "GPU 1: 2 uncorrected ECC errors since the driver was loaded",
     ]
+
+
+CUDA_13 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
+CUDA_12_6 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90"
+
+
+@pytest.mark.parametrize(
+    ("card", "architectures", "said"),
+    [
+        (
+            "7.0",
+            CUDA_13,
+            "GPU 0, sm_70: this PyTorch has kernels for sm_75, .* the CUDA 12.6 build has some: .*whl/cu126",
+        ),
+        ("6.1", CUDA_13, "cu126"),
+        ("7.0", CUDA_12_6, ""),
+        ("8.0", CUDA_13, ""),
+        ("8.9", CUDA_13, ""),  # by the kernels of 8.6
+        ("12.1", CUDA_13, ""),
+        ("10.3", "sm_90a sm_100", ""),
+        ("9.0", "sm_80 sm_90a", ""),
+        ("10.0", "sm_80 sm_90a", "GPU 0, sm_100: .* a newer build of PyTorch may have some"),
+        ("8.0", "sm_86", "sm_80"),
+        ("10.0", "sm_80 compute_80", ""),  # compiled by the driver
+        ("7.0", "", ""),  # an installation that does not say
+        ("[N/A]", CUDA_13, ""),
+    ],
+)
+def test_cards_for_which_the_installed_pytorch_has_no_kernels(card: str, architectures: str, said: str):
+    problems = preflight.check_kernels(f"0, {card}\n", architectures)
+    assert len(problems) == (1 if said else 0)
+    assert re.search(said, "".join(problems))
 
 
 def test_xids_that_matter(monkeypatch: pytest.MonkeyPatch):

@@ -93,12 +93,17 @@ def test_only_harmless_variables_are_recorded(run: RunDirectory, config: RunConf
         "GH_PAT": "s3cret",
         "SLACK_WEBHOOK": "https://hooks.example/s3cret",
         "SLURM_JWT": "s3cret",
+        "NCCL_SECRET": "s3cret",
+        "NCCL_DEBUG_PASSWORD": "s3cret",
+        "MY_NCCL_DEBUG": "s3cret",
+        "GLOO_AUTH_TOKEN": "s3cret",
+        "SLURM_JOB_ID_KEY": "s3cret",
         "CONN_STR": "host=db;pw=s3cret",
         "GOOGLE_APPLICATION_CREDENTIALS": "s3cret",
         "HTTPS_PROXY": "http://me:s3cret@proxy:8080",
         "PIP_EXTRA_INDEX_URL": "https://one.example https://__token__:s3cret@two.example/simple",
     }
-    plain = {"OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "77", "NCCL_DEBUG": "INFO"}
+    plain = {"OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "77", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "ib0"}
     for name, value in (secrets | plain).items():
         monkeypatch.setenv(name, value)
     run.open(config, 1)
@@ -255,3 +260,16 @@ def test_how_a_run_ended(run: RunDirectory, config: RunConfig):
     assert not run.stop_requested()
     (run.root / "STOP").touch()
     assert run.stop_requested()
+
+
+def test_metrics_that_a_checkpoint_outlived(run: RunDirectory):
+    run.root.mkdir(parents=True)
+    assert run.lost_metrics(0, 1) == ""
+    assert run.lost_metrics(9, 10) == "", "the first entry is not due"
+    text = f"{run.metrics} is missing, but the checkpoint is of step 10: curves and reports lack what is between"
+    assert run.lost_metrics(10, 10) == text
+    run.append_metrics({"step": 10})
+    assert run.lost_metrics(19, 10) == ""
+    assert "ends at step 10, but the checkpoint is of step 20" in run.lost_metrics(20, 10)
+    run.metrics.write_bytes(b"\xff\n" + run.metrics.read_bytes())
+    assert run.lost_metrics(19, 10) == ""
