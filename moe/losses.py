@@ -14,15 +14,15 @@ class Sequences(NamedTuple):
 
     Attributes:
         numbers: [T] int64, the sequence of each token.
-        count: the number of sequences G.
+        total: how many sequences there are, G.
     """
 
     numbers: Tensor
-    count: int
+    total: int
 
     def sums(self, values: Tensor) -> Tensor:
         """Sums values [T, ...] over the tokens of each sequence, [G, ...]."""
-        return values.new_zeros(self.count, *values.shape[1:]).index_add(0, self.numbers, values)
+        return values.new_zeros(self.total, *values.shape[1:]).index_add(0, self.numbers, values)
 
 
 def load_balancing_losses(

@@ -274,8 +274,8 @@ def sort_by_expert(gates: Tensor, experts: Tensor, config: MoEConfig, training: 
 def _counts_by_sequence(experts: Tensor, sequences: Sequences, config: MoEConfig) -> Tensor:
     """Counts the choices [T, Z, top_k] of each sequence, [G, E], also those that are dropped."""
     places = (sequences.numbers[:, None] * config.num_experts + experts.flatten(1)).reshape(-1)
-    counts = places.new_zeros(sequences.count * config.num_experts)
-    return counts.index_add(0, places, torch.ones_like(places)).view(sequences.count, config.num_experts)
+    counts = places.new_zeros(sequences.total * config.num_experts)
+    return counts.index_add(0, places, torch.ones_like(places)).view(sequences.total, config.num_experts)
 
 
 def capacities(config: MoEConfig, num_tokens: int, training: bool, device: torch.device) -> Tensor | None:

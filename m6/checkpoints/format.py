@@ -209,6 +209,10 @@ class WeightReader(Protocol):
         ...
 
 
+def _reaching_further(one: Range, other: Range) -> Range:
+    return other if other.end > one.end else one
+
+
 class CheckpointReader:
     """Reads any range of any tensor of a complete checkpoint.
 
@@ -291,7 +295,7 @@ class CheckpointReader:
         # Ranges of different ranks may overlap, and contain each other. Of those that begin at or before a place, the
         # one that reaches furthest has it if any does.
         offsets = [stored.offset for stored in stored_ranges]
-        furthest = list(accumulate(stored_ranges, lambda one, other: max(one, other, key=lambda each: each.end)))
+        furthest = list(accumulate(stored_ranges, _reaching_further))
         while position < end:
             index = bisect_right(offsets, position) - 1
             if index < 0 or furthest[index].end <= position:
