@@ -193,8 +193,8 @@ def _origin(run_dir: Path, config: RunConfig, reader: CheckpointReader, device: 
         first, last = attempts[0], attempts[-1]
         lines.append(
             f"- trained: since {first.time}, {_count(len(attempts), 'attempt')}, "
-            f"{_count(last.world_size, 'rank')}, torch {last.packages['torch']}, "
-            f"deepspeed {last.packages['deepspeed']}"
+            f"{_count(last.world_size, 'rank')}, torch {last.version('torch')}, "
+            f"deepspeed {last.version('deepspeed')}"
         )
     state = reader.state
     lines += [

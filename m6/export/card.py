@@ -228,7 +228,7 @@ def _attempts(attempts: list[Attempt]) -> list[list[str]]:
     """Rows about when, on what and with which software the run was trained; without names of hosts and folders."""
     last = attempts[-1]
     machines = list(dict.fromkeys(f"{each.world_size} x {each.hardware}" for each in attempts))
-    packages = ", ".join(f"{name} {last.packages[name]}" for name in ("torch", "deepspeed", "transformers"))
+    packages = ", ".join(f"{name} {last.version(name)}" for name in ("torch", "deepspeed", "transformers"))
     return [
         ["trained since", f"{attempts[0].time}, in {len(attempts)} attempt{'s' * (len(attempts) > 1)}"],
         ["ranks x hardware of the first rank", "; ".join(machines)],

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError, field_validator
+from pydantic import BaseModel, ValidationError
 
 from m6.config.run import RunConfig
 from m6.files import write_json, write_text
@@ -67,12 +67,9 @@ class Attempt(BaseModel):
     hardware: str = "unknown"
     git_commit: str | None = None
 
-    @field_validator("packages")
-    @classmethod
-    def _check(cls, packages: dict[str, str]) -> dict[str, str]:
-        if missing := [name for name in _PACKAGES if name not in packages]:
-            raise ValueError(f"no version of {missing[0]}")
-        return packages
+    def version(self, package: str) -> str:
+        """The version of a package that the attempt ran with."""
+        return self.packages.get(package, "unknown")
 
 
 def read_attempts(run: Path) -> list[Attempt]:

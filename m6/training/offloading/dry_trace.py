@@ -18,7 +18,21 @@ from m6.planning.prediction import predict_memory
 from m6.training.fake_batch import fake_batch
 from m6.training.offloading.modules import experts_of, offload_activations, stream
 from m6.training.offloading.passes import model_of_rank, own_places, run_in_turns, run_pipeline
-from offload import DryRuntime, Trace
+from offload import DryRuntime, Trace, in_mib
+
+
+def bucket_bytes(config: RunConfig, dtype: torch.dtype) -> int:
+    """The bucket that DeepSpeed allocates for gradients of ``dtype``, of its whole size even for a smaller model."""
+    if config.deepspeed.zero_stage == 0 or config.pipeline is not None:
+        return 0
+    section = config.deepspeed.keys["zero_optimization"]
+    return int(section.get("reduce_bucket_size", BUCKET_NUMEL)) * dtype.itemsize
+
+
+def describe_shortage(error: ValueError, config: RunConfig, dtype: torch.dtype) -> str:
+    """The message about a budget that is too small, with DeepSpeed's bucket, which may be most of a small model's."""
+    size = bucket_bytes(config, dtype) if "the device's budget" in str(error) else 0
+    return f"{error}, with {in_mib(size)} of DeepSpeed's zero_optimization.reduce_bucket_size" if size else str(error)
 
 
 @dataclass(frozen=True)
@@ -72,10 +86,7 @@ def dry_trace(
 
     model, places = model_of_rank(config, sharing), own_places(config)
     constant = predict_memory(config, world_size, shape, sharing, places.pipeline_rank).optimizer_state
-    if config.deepspeed.zero_stage > 0 and config.pipeline is None:
-        # DeepSpeed allocates a bucket of this size for gradients, even for a smaller model.
-        section = config.deepspeed.keys["zero_optimization"]
-        constant += int(section.get("reduce_bucket_size", BUCKET_NUMEL)) * dtype.itemsize
+    constant += bucket_bytes(config, dtype)
     uses = experts_of(model)
     with fake_tensors() as world:
         stacks = [use.stack(name) for name, use in uses.items()]

@@ -20,7 +20,7 @@ from m6.errors import RetryableError, UserError
 from m6.model.initialization import initialize_part
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.training.expert_groups import expert_group
-from m6.training.offloading.dry_trace import ActivationTraffic
+from m6.training.offloading.dry_trace import ActivationTraffic, describe_shortage
 from m6.training.offloading.modules import experts_of, offload_activations, stream
 from m6.training.offloading.report import memory_map, write_memory_record
 from m6.training.offloading.setup import prepare
@@ -95,6 +95,7 @@ class OffloadedExperts:
         copies = 1 if world_size == 1 else dist.get_world_size(self._same_experts)
         uses = experts_of(model)
         self._setup = setup = prepare(uses, config, torch_device, sharing)
+        self._config = config
         try:
             self.runtime = OffloadRuntime(
                 [use.stack(name) for name, use in uses.items()],
@@ -112,7 +113,7 @@ class OffloadedExperts:
                 uses_at_once=config.m6.training.micro_batches_at_once,
             )
         except ValueError as error:
-            raise UserError(f"m6.offload: {error}") from None
+            raise UserError(f"m6.offload: {describe_shortage(error, config, setup.dtype)}") from None
         self._num_steps = 0
         self._meter: StorageMeter | None = None
         self._stacks: dict[str, tuple[int, int]] = {}
@@ -237,7 +238,8 @@ class OffloadedExperts:
                     self._setup.constraints,
                 )
             except ValueError as error:
-                raise UserError(f"m6.offload: {error}") from None
+                shortage = describe_shortage(error, self._config, self._setup.dtype)
+                raise UserError(f"m6.offload: {shortage}") from None
             runtime.adopt(plan)
             activations = runtime.activations
             traffic = ActivationTraffic(

@@ -17,7 +17,7 @@ from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.planning.cost.expert_store import expert_optimizer, gradient_dtype_of, next_weights_of
 from m6.runs.processes import ranks_per_node
-from m6.training.offloading.dry_trace import ActivationTraffic, dry_trace
+from m6.training.offloading.dry_trace import ActivationTraffic, describe_shortage, dry_trace
 from m6.training.offloading.modules import ExpertUse
 from offload import (
     CudaDevice,
@@ -167,7 +167,7 @@ def plan_offload(
                 constraints,
             )
         except ValueError as error:
-            shortage = str(error)
+            shortage = describe_shortage(error, config, dtype)
         return OffloadSetup(
             device,
             dtype,

@@ -159,5 +159,8 @@ def test_a_corrupt_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"baselines\.json: corrupt"):
         baselines.read_baselines(tmp_path)
     file.write_text(json.dumps([1]))
+    with pytest.raises(UserError, match="corrupt: no JSON object; remove it"):
+        baselines.read_baselines(tmp_path)
+    file.write_text("{}")
     with pytest.raises(UserError, match="holds no baselines"):
         baselines.read_baselines(tmp_path)
