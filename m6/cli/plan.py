@@ -59,7 +59,8 @@ def best(
     world: World = None,
     memory_fraction: Fraction = MEMORY_FRACTION,
     out: Annotated[
-        Path | None, typer.Option(help="folder for the run's JSON with the plan, the job's JSON and an sbatch header")
+        Path | None,
+        typer.Option(help="folder for the run's JSON with the plan, the job's JSON and a script for sbatch"),
     ] = None,
     time_limit_min: Annotated[int, typer.Option(min=1, help="time limit of the job in minutes")] = 1440,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON: days, GPU-days, memory, layouts")] = False,

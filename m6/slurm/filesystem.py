@@ -26,10 +26,11 @@ _NETWORK = (
 )
 
 
-def check_shared(folder: Path, shared_folders: list[str]) -> None:
+def check_shared(key: str, folder: Path, shared_folders: list[str]) -> None:
     """Checks that all nodes can see a folder.
 
     Args:
+        key: what names the folder, for messages.
         folder: the folder to check.
         shared_folders: folders that all nodes share. If there are any, ``folder`` must be in one of them; otherwise it
             must be on a network file system.
@@ -41,14 +42,14 @@ def check_shared(folder: Path, shared_folders: list[str]) -> None:
     if shared_folders:
         if not any(resolved.is_relative_to(Path(shared).resolve()) for shared in shared_folders):
             raise UserError(
-                f"{folder}: not in a folder that all nodes share (shared_folders: {', '.join(shared_folders)})"
+                f"{key} {folder}: not in a folder that all nodes share (shared_folders: {', '.join(shared_folders)})"
             )
         return
     kind = file_system_type(resolved)
     if kind.removeprefix("fuse.") not in _NETWORK:
         raise UserError(
-            f"{folder}: is on {kind or 'an unknown file system'}, which other nodes cannot see; choose a --run-dir on "
-            "a network file system, or list the folders that all nodes share in the job's shared_folders"
+            f"{key} {folder}: is on {kind or 'an unknown file system'}, which other nodes cannot see; choose a folder on "
+            "a network file system, or list the folders that all nodes have alike in the job's shared_folders"
         )
 
 

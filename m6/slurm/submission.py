@@ -182,13 +182,23 @@ def _check_run(config: RunConfig, run: Path, job: JobDescription, restart: bool)
     if (run / "STOP").exists():
         raise UserError(f"{run / 'STOP'} exists: a user stopped the run; remove the file")
     if job.nodes > 1:
-        check_shared(run, job.shared_folders)
+        for key, path in _read_by_all_nodes(config, run).items():
+            check_shared(key, path, job.shared_folders)
     if not restart and not complete_checkpoints(folder.checkpoints):
         folder.check_never_saved([])
     data = open_data(config)
     check_start(config, folder, data, restart)
     for problem in data_warnings(config, data):
         print(f"warning: {problem}", file=sys.stderr)
+
+
+def _read_by_all_nodes(config: RunConfig, run: Path) -> dict[str, Path]:
+    """The folders that all ranks of a run read, by what names them."""
+    data, init = config.m6.data, config.m6.init
+    folders = {"--run-dir": run, "m6.data.path": data.path, "m6.data.tokenizer": data.tokenizer}
+    if data.image_tokenizer is not None and Path(data.image_tokenizer).exists():  # else a name on the Hub
+        folders["m6.data.image_tokenizer"] = Path(data.image_tokenizer)
+    return folders if init is None else {**folders, "--init": init}
 
 
 def _sbatch(command: list[str]) -> str:

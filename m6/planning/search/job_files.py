@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,13 @@ from m6.validation import validate
 _MARGIN_S = 60
 # Assumptions for profiles without a measurement: of one rank, and of the file system that all ranks share.
 _RANK_BYTES_PER_S, _JOB_BYTES_PER_S = 500e6, 50e9
+
+# The shipped scripts have the same body; `m6 submit` needs no script.
+_BODY = """\
+# RUN_DIR=RUN sbatch THIS_FILE [OPTIONS OF m6 pretrain], in the folder of the repository
+set -euo pipefail
+source "${M6_ROOT:-$SLURM_SUBMIT_DIR}/scripts/slurm/job.sh"
+"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,9 @@ class JobFiles:
         """Writes the files."""
         write_json(folder / f"{self.name}.json", self.document)
         write_json(folder / f"{self.name}.job.json", self.job.model_dump(exclude_defaults=True))
-        write_text(folder / f"{self.name}.sbatch", sbatch_header(self.job, self.name))
+        config = shlex.quote(str((folder / f"{self.name}.json").absolute()))
+        header = sbatch_header(self.job, self.name)
+        write_text(folder / f"{self.name}.sbatch", f'#!/usr/bin/env bash\n{header}{_BODY}train {config} "$@"\n')
 
 
 def job_files(stages: list[Planner], plans: list[PricedLayout], name: str, time_limit_min: int) -> list[JobFiles]:
@@ -114,6 +124,6 @@ def job_description(planner: Planner, plan: PricedLayout, time_limit_min: int) -
 
 
 def sbatch_header(job: JobDescription, name: str) -> str:
-    """The request as ``#SBATCH`` lines, for users who write their own job script."""
+    """The request as ``#SBATCH`` lines."""
     always = ["--requeue", "--open-mode=append", "--output=%x_%j.log"]
     return "".join(f"#SBATCH {option}\n" for option in [f"--job-name={name}", *job.options(), *always])

@@ -1,6 +1,8 @@
 """``m6 plan`` as a user types it."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from m6.slurm.job import load_job
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 CONFIG = str(CONFIGS / "m6_base.json")
+NO_JOB = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "M6_ROOT"))}
 MACHINE = ("--cluster", "a100_80g_x128", "--set", "train_batch_size=128")
 
 
@@ -26,7 +29,14 @@ def test_plan_without_a_name_is_the_best(tmp_path: Path):
     assert "Why not otherwise" in text
     config = load_config(tmp_path / "m6_base.json")
     check_world_size(config, 8)
-    assert (tmp_path / "m6_base.sbatch").read_text().startswith("#SBATCH --job-name=m6_base\n#SBATCH --nodes=1\n")
+    assert (
+        (tmp_path / "m6_base.sbatch")
+        .read_text()
+        .startswith("#!/usr/bin/env bash\n#SBATCH --job-name=m6_base\n#SBATCH --nodes=1\n")
+    )
+    # The job's body finds no sbatch variables here, and says so: the file is a script that begins it.
+    ended = subprocess.run(["bash", tmp_path / "m6_base.sbatch"], capture_output=True, text=True, env=NO_JOB)
+    assert ended.stderr.strip().endswith("SLURM_SUBMIT_DIR: unbound variable")
     job = load_job(tmp_path / "m6_base.job.json")
     assert (job.nodes, job.ranks_per_node, job.gpus_per_node, job.time_limit_min) == (1, 8, 8, 1440)
     assert f"m6 submit {tmp_path}/m6_base.json --job {tmp_path}/m6_base.job.json" in text

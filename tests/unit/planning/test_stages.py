@@ -88,7 +88,11 @@ def test_two_jobs_of_one_run(tmp_path: Path):
         assert config.m6.pseudo_to_real.stop_at_switch == ends
         assert (config.last_sharing is not None) == ends
         assert load_job(tmp_path / f"{job.name}.job.json").world_size == 16
-        assert (tmp_path / f"{job.name}.sbatch").read_text().startswith(f"#SBATCH --job-name={job.name}\n")
+        assert (
+            (tmp_path / f"{job.name}.sbatch")
+            .read_text()
+            .startswith(f"#!/usr/bin/env bash\n#SBATCH --job-name={job.name}\n")
+        )
     # A JSON that ended at the switch is planned again as a run of both stages.
     again = training_stages(Planner(load_config(tmp_path / "run.pseudo.json"), found[0].cluster))
     together = job_files(again, [plans[1], plans[1]], "run", 1440)

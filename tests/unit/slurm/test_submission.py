@@ -213,6 +213,28 @@ def test_a_local_disk_is_refused(config: Path, tmp_path: Path, monkeypatch: pyte
     assert m6(*arguments).code == 0
 
 
+def test_what_all_nodes_read_has_to_be_shared_too(config: Path, tmp_path: Path):
+    """Else the job would wait for its nodes and end in preflight."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    arguments = ("submit", config, "--job", write_cluster(tmp_path, shared_folders=[str(shared)]), "--run-dir")
+    outside = f"{tmp_path / 'data'}: not in a folder that all nodes share (shared_folders: {shared})"
+    assert user_error(*arguments, shared / "run") == f"m6.data.path {outside}"
+    folders = [str(shared), str(tmp_path / "data")]
+    arguments = ("submit", config, "--job", write_cluster(tmp_path, shared_folders=folders), "--run-dir")
+    assert user_error(*arguments, shared / "run").startswith(f"m6.data.tokenizer {tmp_path / 'tokenizer'}: not in")
+    folders.append(str(tmp_path / "tokenizer"))
+    arguments = ("submit", config, "--job", write_cluster(tmp_path, shared_folders=folders), "--run-dir")
+    assert user_error(*arguments, tmp_path / "run").startswith(f"--run-dir {tmp_path / 'run'}: not in")
+    assert m6(*arguments, shared / "run", "--dry-run").code == 0
+
+
+def test_processes_are_counted_against_the_cores_of_the_job(config: Path, cluster: Path, tmp_path: Path):
+    arguments = ("submit", config, "--job", cluster, "--run-dir", tmp_path / "run", "--dry-run")
+    text = user_error(*arguments, "--set", "m6.data.num_workers=1000")
+    assert text.startswith("m6.data.num_workers is 1,000; expected at most ")
+
+
 @pytest.mark.parametrize("name", ["DONE", "STOP", "FATAL"])
 def test_a_run_that_is_over(config: Path, cluster: Path, tmp_path: Path, name: str):
     run = tmp_path / "run"

@@ -80,7 +80,7 @@ def test_a_message_names_the_bucket_that_takes_most_of_a_budget(make_trainer: Ma
     """1907 MiB of fp32 at DeepSpeed's default, for a model of a few."""
     changes = {"m6__offload": {"device_budget_mib": 16.0}, "zero_optimization": {"stage": 1}}
     trainer = make_trainer("run", **changes)
-    assert "with 1907.35 MiB of DeepSpeed's zero_optimization" in experts_of(trainer).memory_map()
+    assert "with 1907.3487 MiB of DeepSpeed's zero_optimization" in experts_of(trainer).memory_map()
     with pytest.raises(UserError, match=r"smallest that suffices is 19\d\d.* with 1907.* MiB of .*reduce_bucket_size$"):
         trainer.train()
 
