@@ -11,7 +11,7 @@ _LARGEST = 1000.0  # divided by less than its inverse, logits could overflow
 
 def temperature_refusal(value: object) -> str | None:
     """Why a value is no temperature to draw with; None if it is one."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if number and (value == 0 or 1 / _LARGEST <= value <= _LARGEST):
-        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if value == 0 or 1 / _LARGEST <= value <= _LARGEST:
+            return None
     return f"must be 0, or {1 / _LARGEST:g} to {_LARGEST:g}, found {value}"

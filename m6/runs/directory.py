@@ -224,7 +224,7 @@ class RunDirectory:
         """
         if not self.metrics.exists():
             raise UserError(f"{self.metrics}: no such file; is {self.root} the folder of a run?")
-        entries = []
+        entries: list[dict[str, Any]] = []
         text = self.metrics.read_bytes().decode("utf-8", "backslashreplace")
         for number, line in enumerate(text.splitlines(keepends=True), start=1):
             if not line.endswith("\n"):  # a writer is in the middle of this line, or died there

@@ -19,8 +19,10 @@ def identity(document: dict[str, Any]) -> dict[str, Any]:
     m6["offload"] = {"optimizer": (document.get("m6", {}).get("offload") or {}).get("optimizer")}
     training = m6.get("training", {}).items()
     # A limit that ended a run may be raised to go on with it.
-    layout = ("ep_size", "total_steps", "activation_checkpointing", "micro_batches_at_once")
-    layout += ("max_skipped_steps", "check_replicas_interval_steps")
+    layout = [
+        *("ep_size", "total_steps", "activation_checkpointing", "micro_batches_at_once"),
+        *("max_skipped_steps", "check_replicas_interval_steps"),
+    ]
     m6["training"] = {key: value for key, value in training if key not in layout}
     data = m6.get("data", {}).items()
     m6["data"] = {key: value for key, value in data if key not in ("num_workers", "max_bad_row_share")}

@@ -48,8 +48,8 @@ def check_shared(key: str, folder: Path, shared_folders: list[str]) -> None:
     kind = file_system_type(resolved)
     if kind.removeprefix("fuse.") not in _NETWORK:
         raise UserError(
-            f"{key} {folder}: is on {kind or 'an unknown file system'}, which other nodes cannot see; choose a folder on "
-            "a network file system, or list the folders that all nodes have alike in the job's shared_folders"
+            f"{key} {folder}: is on {kind or 'an unknown file system'}, which other nodes cannot see; choose a folder "
+            "on a network file system, or list the folders that all nodes have alike in the job's shared_folders"
         )
 
 

@@ -39,8 +39,8 @@ from m6.runs.directory import RunDirectory
 from m6.runs.processes import Runtime, start
 from m6.training.loop import Trainer
 from moe import MoELayer
-from moe.dispatch import Dispatcher
-from moe.payload import CODECS, Codec
+from moe.dispatch import LocalDispatcher
+from moe.payload import CODECS, Codec, Payload
 from scripts.experiments.experiment import ResultTable, code_version
 from scripts.experiments.large_recipes.miniature import (
     RECIPES,
@@ -98,19 +98,20 @@ class _Rounded(torch.autograd.Function):
         return ctx.codec.decode(ctx.codec.encode(gradient), gradient.dtype), None, None
 
 
-class RoundingDispatcher:
+class RoundingDispatcher(LocalDispatcher):
     """Rounds tokens and outputs as an exchange between ranks would, where one rank has all experts.
 
     A real exchange sums the outputs of a node's experts before it rounds them; here the sum of all is rounded once.
     """
 
-    def __init__(self, inner: Dispatcher, payload: str) -> None:
-        self.inner = inner
-        self.to_experts, self.back = CODECS[payload]  # type: ignore[index]
+    def __init__(self, payload: Payload) -> None:
+        super().__init__()
+        self.to_experts, self.back = CODECS[payload]
 
     def __call__(self, tokens: Tensor, *others: Any) -> Tensor:
+        """See ``Dispatcher``."""
         rounded = _Rounded.apply(tokens, self.to_experts, self.back)
-        return _Rounded.apply(self.inner(rounded, *others), self.back, self.to_experts)
+        return _Rounded.apply(super().__call__(rounded, *others), self.back, self.to_experts)
 
 
 class MiniatureTrainer(Trainer):
@@ -120,7 +121,7 @@ class MiniatureTrainer(Trainer):
         super()._build_engine()
         for module in self.engine.module.modules():
             if isinstance(module, MoELayer) and module.config.payload != "same":
-                module.dispatcher = RoundingDispatcher(module.dispatcher, module.config.payload)
+                module.dispatcher = RoundingDispatcher(module.config.payload)
 
 
 def document_of(case: Case, steps: int, data: Path, device: str) -> Document:
