@@ -11,7 +11,10 @@ _LARGEST = 1000.0  # divided by less than its inverse, logits could overflow
 
 def temperature_refusal(value: object) -> str | None:
     """Why a value is no temperature to draw with; None if it is one."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if value == 0 or 1 / _LARGEST <= value <= _LARGEST:
-            return None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return _expected(value)
+    return None if value == 0 or 1 / _LARGEST <= value <= _LARGEST else _expected(value)
+
+
+def _expected(value: object) -> str:
     return f"must be 0, or {1 / _LARGEST:g} to {_LARGEST:g}, found {value}"

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,9 @@ from m6.runs.processes import Runtime, start
 from m6.training.loop import Trainer
 from moe import MoELayer
 from moe.dispatch import LocalDispatcher
+from moe.experts import Experts
 from moe.payload import CODECS, Codec, Payload
+from moe.routing import Routing
 from scripts.experiments.experiment import ResultTable, code_version
 from scripts.experiments.large_recipes.miniature import (
     RECIPES,
@@ -108,10 +110,17 @@ class RoundingDispatcher(LocalDispatcher):
         super().__init__()
         self.to_experts, self.back = CODECS[payload]
 
-    def __call__(self, tokens: Tensor, *others: Any) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        routing: Routing,
+        experts: Experts,
+        beside: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """See ``Dispatcher``."""
         rounded = _Rounded.apply(tokens, self.to_experts, self.back)
-        return _Rounded.apply(super().__call__(rounded, *others), self.back, self.to_experts)
+        output = super().__call__(rounded, routing, experts, beside)
+        return _Rounded.apply(output, self.back, self.to_experts)
 
 
 class MiniatureTrainer(Trainer):
