@@ -23,8 +23,8 @@ HEADER = (
     "seeds",
     "rate",
     "steps",
-    "days of the full size",
-    "PFLOP computed",
+    "cost in planned days",
+    "TFLOP computed",
     "tokens without an expert",
     "pairs dropped",
     "loss",
@@ -109,8 +109,8 @@ def table(recipe: str, rows: list[Row]) -> str:
                 str(len(runs)),
                 runs[0]["rate"],
                 runs[0]["steps"],
-                f"{mean('days'):.2f}",
-                f"{mean('flops') / 1e15:.2f}",  # type: ignore[operator]
+                f"{mean('cost'):.2f}",
+                f"{mean('flops') / 1e12:.1f}",  # type: ignore[operator]
                 share(mean("tokens_without_expert")),
                 share(mean("dropped_pairs")),
                 f"{statistics.fmean(losses):.3f}{spread}",

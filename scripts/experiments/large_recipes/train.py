@@ -201,8 +201,8 @@ def run(case: Case, steps: int, data: Path, work: Path, runtime: Runtime) -> dic
         "precision": config.deepspeed.precision,
         "digest": digest(case.recipe),
         "code": code_version(),
-        # Of the full size, if it is cut or made longer as the miniature is.
-        "days": f"{days(case.recipe, case.variant) * steps / case.base:.3f}",
+        # Days of the full size by its plan, if it is cut or made longer as the miniature is.
+        "cost": f"{days(case.recipe, case.variant) * steps / case.base:.3f}",
         **summary(config, directory.read_metrics()),
         "cpu_s": round(time.process_time() - begin),
     }
