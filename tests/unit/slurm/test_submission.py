@@ -40,7 +40,7 @@ def cluster(tmp_path: Path) -> Path:
 
 
 def write_cluster(folder: Path, **changes: object) -> Path:
-    document = {**CLUSTER, "shared_folders": [str(folder)], **changes}
+    document = {**CLUSTER, "shared_folders": [str(folder.parent)], **changes}  # the data lies beside the folder
     path = folder / "cluster.json"
     path.write_text(json.dumps({key: value for key, value in document.items() if value is not None}))
     return path
@@ -215,18 +215,20 @@ def test_a_local_disk_is_refused(config: Path, tmp_path: Path, monkeypatch: pyte
 
 def test_what_all_nodes_read_has_to_be_shared_too(config: Path, tmp_path: Path):
     """Else the job would wait for its nodes and end in preflight."""
-    shared = tmp_path / "shared"
+    shared, data = tmp_path / "shared", json.loads(config.read_text())["m6"]["data"]
     shared.mkdir()
-    arguments = ("submit", config, "--job", write_cluster(tmp_path, shared_folders=[str(shared)]), "--run-dir")
-    outside = f"{tmp_path / 'data'}: not in a folder that all nodes share (shared_folders: {shared})"
-    assert user_error(*arguments, shared / "run") == f"m6.data.path {outside}"
-    folders = [str(shared), str(tmp_path / "data")]
-    arguments = ("submit", config, "--job", write_cluster(tmp_path, shared_folders=folders), "--run-dir")
-    assert user_error(*arguments, shared / "run").startswith(f"m6.data.tokenizer {tmp_path / 'tokenizer'}: not in")
-    folders.append(str(tmp_path / "tokenizer"))
-    arguments = ("submit", config, "--job", write_cluster(tmp_path, shared_folders=folders), "--run-dir")
-    assert user_error(*arguments, tmp_path / "run").startswith(f"--run-dir {tmp_path / 'run'}: not in")
-    assert m6(*arguments, shared / "run", "--dry-run").code == 0
+
+    def submit(run: Path, *folders: object) -> tuple[object, ...]:
+        job = write_cluster(tmp_path, shared_folders=[str(folder) for folder in folders])
+        return ("submit", config, "--job", job, "--run-dir", run, "--dry-run")
+
+    outside = f"{data['path']}: not in a folder that all nodes share (shared_folders: {shared})"
+    assert user_error(*submit(shared / "run", shared)) == f"m6.data.path {outside}"
+    text = user_error(*submit(shared / "run", shared, data["path"]))
+    assert text.startswith(f"m6.data.tokenizer {data['tokenizer']}: not in")
+    text = user_error(*submit(tmp_path / "run", shared, data["path"], data["tokenizer"]))
+    assert text.startswith(f"--run-dir {tmp_path / 'run'}: not in")
+    assert m6(*submit(shared / "run", shared, data["path"], data["tokenizer"])).code == 0
 
 
 def test_processes_are_counted_against_the_cores_of_the_job(config: Path, cluster: Path, tmp_path: Path):
