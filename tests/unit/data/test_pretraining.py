@@ -5,7 +5,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from m6.data import pretraining
 from m6.data.manifest import Manifest, Origin, SourceEntry, SplitEntry
 from m6.data.objectives import OBJECTIVES, ObjectivesSettings
 from m6.data.pretraining import PretrainingData
