@@ -133,7 +133,7 @@ def test_loader_yields_the_micro_batches_in_order(tiny, num_workers):
 
 def test_micro_batches_wait_for_a_gpu_in_pinned_memory(tiny, monkeypatch: pytest.MonkeyPatch):
     options = []
-    monkeypatch.setattr(pretraining, "DataLoader", lambda *_, **given: options.append(given) or [])
+    monkeypatch.setattr("torch.utils.data.DataLoader", lambda *_, **given: options.append(given) or [])
     for available in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
         assert not list(open_data(tiny).loader(range(2), 0))
