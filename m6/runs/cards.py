@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 _TURING = (7, 5)
 _FOR_OLDER_CARDS = (
-    "the CUDA 12.6 build has some: install torch==VERSION+cu126 from PyTorch's own index of wheels, whose address ends in "
-    "whl/cu126 (TORCH_INDEX_URL of scripts/environment.sh and of the containers)"
+    "the CUDA 12.6 build has some: install torch==VERSION+cu126 from PyTorch's own index of wheels, whose address ends "
+    "in whl/cu126 (TORCH_INDEX_URL of scripts/environment.sh and of the containers)"
 )
 
 
