@@ -36,7 +36,7 @@ LEVELS = {
         {"dry_run", "loop"},
     ),
     "m6.planning": (
-        {"machine", "loss"},
+        {"machine", "loss", "routed"},
         {"cost"},
         {"search"},
         {"booking", "reports", "prediction", "replan"},
