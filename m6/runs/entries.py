@@ -45,7 +45,9 @@ def _check_section(name: str, value: object, depth: int) -> None:
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {value!r:.80}, expected an object")
     for key, each in value.items():
-        if name == "experts" and key != "prototypes":
+        if name == "experts" and key == "sent_bytes":
+            _check_section(f"experts.{key}", each, 1)
+        elif name == "experts" and key != "prototypes":
             if not isinstance(each, list):
                 raise ValueError(f"experts.{key} is {each!r:.80}, expected a list")
             of_layers = str if key == "loads" else (int, float, type(None))
