@@ -33,6 +33,10 @@ class OffloadRule(Section):
     )
 
 
+UPDATE_NO_OFFLOADED = ("Muon", "Lamb", "Lars")
+"""Optimizers of a run that cannot update offloaded experts, which then need ``m6.offload.optimizer``."""
+
+
 class OffloadOptimizer(Section):
     """The optimizer of the experts, if it differs from that of the other parameters. AdamW keeps two moments per
     parameter, Adafactor one row and one column of second moments per matrix, and SGD a momentum."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from m6.architecture.configuration import M6Config
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
-from m6.config.offload import OffloadRule, OffloadSettings
+from m6.config.offload import UPDATE_NO_OFFLOADED, OffloadRule, OffloadSettings
 from m6.config.offload_rules import layer_modules, match_rules, resolve_activation_rules, resolve_rules
 from m6.errors import UserError
 
@@ -44,7 +44,7 @@ def check_offload(
         reason = (
             "offloaded experts are stored in the precision of their computation: use bf16 instead of torch_autocast"
         )
-    elif settings.optimizer is None and deepspeed.optimizer_type in ("Muon", "Lamb", "Lars"):
+    elif settings.optimizer is None and deepspeed.optimizer_type in UPDATE_NO_OFFLOADED:
         reason = (
             f"offloaded experts cannot be updated by {deepspeed.optimizer_type}: set m6.offload.optimizer to AdamW, "
             "Adafactor or SGD"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from m6.config.offload import OffloadSettings
 from m6.formatting import markdown_table
 from m6.planning.cost.checkpoint import checkpoint_bytes, copied_bytes
 from m6.planning.cost.layout import ParallelLayout
@@ -91,7 +92,7 @@ def _requirements(planner: Planner) -> list[str]:
         on_host = footprint.host * planner.cluster.smallest.devices_per_node
         refused = f" The run as it is cannot take it: {streamed.refusal}." if streamed.refusal else ""
         lines.append(
-            f'- Experts streamed from host memory by m6.offload with "update": "{streamed.update}": '
+            f"- Experts streamed from host memory by m6.offload with {_needed_settings(streamed.settings)}: "
             f"{streamed.plan.layout} would need {format_gb(footprint.peak)} on the device and {format_gb(on_host)} in "
             f"the host memory of a node.{refused}"
         )
@@ -105,6 +106,11 @@ def _requirements(planner: Planner) -> list[str]:
                 f"- A Pseudo stage, whose layers share weights, fits: {plan.layout}, {format_gb(plan.footprint.peak)}."
             )
     return ["What would hold it:", *lines, ""]
+
+
+def _needed_settings(settings: OffloadSettings) -> str:
+    optimizer = f' and "optimizer.type": "{settings.optimizer.type}"' if settings.optimizer is not None else ""
+    return f'"update": "{settings.update}"{optimizer}'
 
 
 def explanation(planner: Planner, judged: PricedLayout | Rejection) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from m6.config.checks import check_world_size
-from m6.config.offload import OffloadSettings
+from m6.config.offload import UPDATE_NO_OFFLOADED, OffloadOptimizer, OffloadSettings
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout, divisors
@@ -67,12 +67,12 @@ class StreamedPlan:
 
     Attributes:
         plan: the layout and its price.
-        update: the value of ``m6.offload.update`` that it needs.
+        settings: the section ``m6.offload`` that it needs.
         refusal: what the validation says against this run with ``m6.offload``; "" where it accepts it.
     """
 
     plan: PricedLayout
-    update: str
+    settings: OffloadSettings
     refusal: str
 
 
@@ -86,13 +86,22 @@ def fastest_streamed(planner: Planner) -> StreamedPlan | None:
         return None
     forced = {"stream_experts": True, "pp_size": 1, "tp_size": 1}
     own = planner.config.expert_store
-    for settings in [own] if own is not None else [OffloadSettings(), OffloadSettings(update="backward")]:
+    optimizer = _experts_optimizer(planner.config)
+    sections = [OffloadSettings(optimizer=optimizer), OffloadSettings(optimizer=optimizer, update="backward")]
+    for settings in [own] if own is not None else sections:
         streaming = planner.changed(config=with_offload(planner.config, settings))
         accepts = _has_one_micro_batch(planner.config) if settings.update == "backward" else _accepts_any
         plan = fastest_if_lifted(streaming, {"streamed experts"}, forced, accepts)
         if plan is not None:
-            return StreamedPlan(plan, settings.update, _streaming_refusal(streaming.config, plan.layout))
+            return StreamedPlan(plan, settings, _streaming_refusal(streaming.config, plan.layout))
     return None
+
+
+def _experts_optimizer(config: RunConfig) -> OffloadOptimizer | None:
+    """The least of those that update offloaded experts where the run's own cannot, at the run's rate; else None."""
+    if config.deepspeed.optimizer_type not in UPDATE_NO_OFFLOADED:
+        return None
+    return OffloadOptimizer(type="Adafactor", lr=config.deepspeed.optimizer_params["lr"])
 
 
 def _streaming_refusal(config: RunConfig, layout: ParallelLayout) -> str:

@@ -1,5 +1,6 @@
 """What would hold a run that does not fit."""
 
+from m6.planning.reports import no_plan_report
 from m6.planning.search.planner import Planner
 from m6.planning.search.requirements import smallest_cluster
 from tests.fixtures.plans import planner
@@ -12,3 +13,10 @@ def test_the_smallest_cluster_that_holds_a_run():
     assert cluster is not None
     assert Planner(subject.config, cluster).search().plans
     assert not Planner(subject.config, cluster.first(cluster.num_devices // 2)).search().plans
+
+
+def test_experts_that_muon_cannot_update_are_streamed_with_an_optimizer_that_can():
+    subject = planner("m6_100b", "a100_80g_x128", "optimizer.type=Muon", "zero_optimization.stage=1", world=8)
+    result = subject.search()
+    assert not result.plans
+    assert 'm6.offload with "update": "next_forward" and "optimizer.type": "Adafactor"' in no_plan_report(subject, result)
