@@ -1,7 +1,8 @@
 """Small models of the large configurations, by rules of scale for widths and counts; every other value is the JSON's.
 
-A *recipe* is a shipped configuration. A *variant* changes it at full size: the planner prices the changed JSON, and the
-miniature of the changed JSON trains. So a comparison at equal cost uses the cost of the full size.
+A *recipe* is a shipped configuration, or a candidate to replace it. A *variant* changes it at full size: the planner
+prices the changed JSON, and the miniature of the changed JSON trains. So a comparison at equal cost uses the cost of
+the full size.
 """
 
 from __future__ import annotations
@@ -10,64 +11,108 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from m6.config.run import parse_config
 from m6.errors import UserError
 from m6.shipped import CONFIGS
+from moe import MoEConfig
 
 Document = dict[str, Any]
 
-# name -> the cluster that prices it, and how many of its devices
-RECIPES: dict[str, tuple[str, int]] = {
-    "m6_base": ("h100_x128", 8),
-    "m6_10b": ("h100_x128", 16),
-    "m6_100b": ("v100_32g_x128", 128),
-    "m6_1t": ("v100_32g_x480", 480),
-    "m6_10t": ("v100_32g_x512", 512),
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A large configuration, what prices it, and its rules of scale.
+
+    Attributes:
+        file: its JSON.
+        cluster, devices: the cluster whose plan prices it, and how many of its devices.
+        hidden, ffn, heads, layers, experts: a width or a count of the full size is divided by these.
+        batch: samples of a step of the miniature.
+        sources: weights of the sources of the miniature's data; None: in proportion to their rows.
+    """
+
+    file: Path
+    cluster: str
+    devices: int
+    hidden: int = 16
+    ffn: int = 64
+    heads: int = 4
+    layers: int = 16
+    experts: int = 16
+    batch: int = 32
+    sources: Mapping[str, float] | None = None
+
+
+SOURCES = {"inews": 1.0, "poetry": 0.5, "emoji": 1.0, "icon_park": 1.0, "easy_vqa": 0.5}
+"""Weights as in configs/m6_cpu.json: in proportion to their rows, two of three texts would be short poems."""
+
+
+def _shipped(name: str, cluster: str, devices: int) -> Recipe:
+    return Recipe(CONFIGS / f"{name}.json", cluster, devices)
+
+
+def _candidate(name: str, cluster: str, devices: int, times: int, layers: int) -> Recipe:
+    """A candidate whose miniature is 128 wide, ``times`` narrower than the full size, and has four layers."""
+    file = HERE / "candidates" / f"{name}.json"
+    return Recipe(file, cluster, devices, times, times, times // 4, layers, 2, 64, SOURCES)
+
+
+RECIPES: dict[str, Recipe] = {
+    "candidate m6_base": _candidate("m6_base", "h100_x128", 8, 8, 3),
+    "candidate m6_10b": _candidate("m6_10b", "h200_x128", 16, 16, 4),
+    "candidate m6_100b": _candidate("m6_100b", "h200_x128", 64, 32, 6),
+    "candidate m6_1t": _candidate("m6_1t", "h200_x128", 512, 64, 8),
+    "m6_base": _shipped("m6_base", "h100_x128", 8),
+    "m6_10b": _shipped("m6_10b", "h100_x128", 16),
+    "m6_100b": _shipped("m6_100b", "v100_32g_x128", 128),
+    "m6_1t": _shipped("m6_1t", "v100_32g_x480", 480),
+    "m6_10t": _shipped("m6_10t", "v100_32g_x512", 512),
 }
 STEPS = 2000
-BATCH = 32
 VALIDATION = 256  # rows of each objective
 POSITIONS = 256
 TEXT_PIECES, IMAGE_CODES = 10_000, 1024  # of the tokenizer that README.md trains
 
-# Rules of scale: a width or a count of the full size is divided by these.
-HIDDEN = 16
-FFN = 64
-LAYERS = 16
-EXPERTS = 16
 PROTOTYPES_ABOVE = 8  # more prototypes than these are divided by 4
 FEWEST_LAYERS, FEWEST_EXPERTS = 2, 8  # of a model; of a layer
 MEAN_TOKENS = 64  # of a sample of data/real, without padding
 
 
 def shipped(recipe: str) -> Document:
-    """The JSON of a shipped configuration."""
-    return json.loads((CONFIGS / f"{recipe}.json").read_text(encoding="utf-8"))
+    """The JSON of a configuration at full size."""
+    return json.loads(RECIPES[recipe].file.read_text(encoding="utf-8"))
 
 
-def miniature(full: Document, steps: int = STEPS, rate: float = 1.0) -> Document:
+def miniature(full: Document, recipe: str, steps: int = STEPS, rate: float = 1.0) -> Document:
     """The small run of a configuration.
 
     Args:
-        full: the JSON of the full size.
+        full: the JSON of the full size, of the recipe or of a variant.
+        recipe: whose rules of scale apply.
         steps: optimizer steps of the small run; the schedule and the Pseudo stage keep their shares of the run.
         rate: factor of all learning rates, on top of the rule for the width.
 
     Raises:
         UserError: the small model cannot have the configuration's groups of experts.
     """
+    rule = RECIPES[recipe]
     small = copy.deepcopy(full)
     m6 = small["m6"]
     full_steps = m6["training"]["total_steps"]
     ratio = tokens_per_choice(full)
-    _scale_model(m6["model"])
+    _scale_model(m6["model"], rule)
     if m6.get("moe") is not None:
-        _scale_experts(m6["moe"])
-    small["train_batch_size"] = BATCH
-    small["train_micro_batch_size_per_gpu"] = _micro_batch(m6.get("moe"), ratio)
-    _scale_rates(small, rate)
+        _scale_experts(m6["moe"], rule.experts)
+    small["train_batch_size"] = rule.batch
+    small["train_micro_batch_size_per_gpu"] = _micro_batch(m6.get("moe"), ratio, rule.batch)
+    _scale_rates(small, rule.hidden, rate)
     m6["training"] |= {"total_steps": steps, "ep_size": 1, "activation_checkpointing": False}
     m6["training"].pop("micro_batches_at_once", None)  # which says when an exchange runs, and changes no result
     m6["schedule"]["warmup_steps"] = max(1, round(m6["schedule"]["warmup_steps"] * steps / full_steps))
@@ -78,6 +123,8 @@ def miniature(full: Document, steps: int = STEPS, rate: float = 1.0) -> Document
         # Places and threads change no result. A simulated device needs a number.
         m6["offload"] |= {"num_threads": 1, "device_budget_mib": 100_000}
     m6["data"] |= {"sequence_length": POSITIONS, "num_workers": 0}
+    if rule.sources is not None:
+        m6["data"]["sources"] = dict(rule.sources)
     m6["evaluation"] |= {"interval_steps": max(1, steps // 4), "num_rows": VALIDATION}
     m6["checkpoint"]["interval_steps"] = max(1, steps // 8)
     m6["checkpoint"] |= {"keep_last": 1, "async_save": False}
@@ -95,58 +142,63 @@ def tokens_per_choice(full: Document) -> float:
     return math.inf if moe is None else tokens * moe.get("num_prototypes", 1) / moe["num_experts"]
 
 
-def _scale_model(model: Document) -> None:
+def _scale_model(model: Document, rule: Recipe) -> None:
     model["text_vocab_size"], model["image_vocab_size"] = TEXT_PIECES, IMAGE_CODES
     # A layer's output keeps its deviation: initial weights grow with the root of what the width shrinks by.
-    model["initializer_range"] *= math.sqrt(HIDDEN)
-    model["hidden_size"] //= HIDDEN
-    model["num_attention_heads"] = max(1, model["num_attention_heads"] // 4)
-    model["ffn_hidden_size"] = max(1, model["ffn_hidden_size"] // FFN)
-    model["num_layers"] = max(FEWEST_LAYERS, math.ceil(model["num_layers"] / LAYERS))
+    model["initializer_range"] = _rounded(model["initializer_range"] * math.sqrt(rule.hidden))
+    model["hidden_size"] //= rule.hidden
+    model["num_attention_heads"] = max(1, model["num_attention_heads"] // rule.heads)
+    model["ffn_hidden_size"] = max(1, model["ffn_hidden_size"] // rule.ffn)
+    model["num_layers"] = max(FEWEST_LAYERS, math.ceil(model["num_layers"] / rule.layers))
     model["max_position_embeddings"] = POSITIONS
     # As many patches as the full size has, of pictures of 64 pixels.
     model["patch_size"] = model["patch_size"] * 64 // model["image_size"]
     model["image_size"] = 64
 
 
-def _scale_experts(moe: Document) -> None:
+def _scale_experts(moe: Document, divisor: int) -> None:
     prototypes, groups = moe.get("num_prototypes", 1), moe.get("num_groups", 1)
     if prototypes > PROTOTYPES_ABOVE:
         prototypes = moe["num_prototypes"] = prototypes // 4
     if groups > 1:
-        groups = moe["num_groups"] = max(moe.get("groups_per_token", 1) + 1, groups // EXPERTS)
+        groups = moe["num_groups"] = max(moe.get("groups_per_token", 1) + 1, groups // divisor)
     unit = prototypes * groups
-    wanted = max(FEWEST_EXPERTS, 2 * unit, moe["num_experts"] / EXPERTS, 2 * moe.get("top_k", 1))
+    wanted = max(FEWEST_EXPERTS, 2 * unit, moe["num_experts"] / divisor, 2 * moe.get("top_k", 1))
     moe["num_experts"] = unit * math.ceil(wanted / unit)
     if moe.get("top_k", 1) > moe["num_experts"] // prototypes:
         raise UserError(f"top_k {moe['top_k']} is more than the miniature's {moe['num_experts']} experts allow")
 
 
-def _micro_batch(moe: Document | None, ratio: float) -> int:
+def _micro_batch(moe: Document | None, ratio: float, batch: int) -> int:
     """Samples of a micro-batch, a power of two that nearly keeps ``tokens_per_choice``."""
     if moe is None or moe.get("capacity_factor") is None:
-        return BATCH  # no token's room depends on the others
+        return batch  # no token's room depends on the others
     samples = ratio * moe["num_experts"] / moe.get("num_prototypes", 1) / MEAN_TOKENS
-    return min(BATCH, max(1, 2 ** round(math.log2(samples))))
+    return min(batch, max(1, 2 ** round(math.log2(samples))))
 
 
-def _scale_rates(small: Document, rate: float) -> None:
+def _rounded(value: float) -> float:
+    """To three digits, so that widths with irrational roots have equal miniatures."""
+    return float(f"{value:.3g}")
+
+
+def _scale_rates(small: Document, width: int, rate: float) -> None:
     """AdamW's rates grow as the width shrinks (Yang et al., arXiv 2203.03466, table 3), Muon's with the root of it
     (scripts/experiments/recipe), Adafactor's are relative to the weights and stay."""
-    factors = {"AdamW": HIDDEN, "Adam": HIDDEN, "Muon": math.sqrt(HIDDEN), "Adafactor": 1.0}
+    factors = {"AdamW": width, "Adam": width, "Muon": math.sqrt(width), "Adafactor": 1.0}
     optimizer = small["optimizer"]
     parameters = optimizer["params"]
-    parameters["lr"] *= rate * factors[optimizer["type"]]
+    parameters["lr"] = _rounded(parameters["lr"] * rate * factors[optimizer["type"]])
     if "adamw_lr" in parameters:
-        parameters["adamw_lr"] *= rate * HIDDEN
+        parameters["adamw_lr"] = _rounded(parameters["adamw_lr"] * rate * width)
     experts = (small["m6"].get("offload") or {}).get("optimizer")
     if experts is not None:
-        experts["lr"] *= rate * factors[experts["type"]]
+        experts["lr"] = _rounded(experts["lr"] * rate * factors[experts["type"]])
 
 
 def digest(recipe: str) -> str:
-    """Changes whenever a change of the shipped JSON, or of the rules of scale, changes what is trained."""
-    small = miniature(shipped(recipe))
+    """Changes whenever a change of the JSON, or of the rules of scale, changes what is trained."""
+    small = miniature(shipped(recipe), recipe)
     for section in ("evaluation", "checkpoint", "logging"):
         small["m6"].pop(section, None)
     text = json.dumps(small, sort_keys=True)
@@ -189,15 +241,30 @@ def _top1(full: Document) -> None:
     _without_capacity(moe)
 
 
-def _today(full: Document) -> None:
-    """Four times as many experts of a quarter of the width, eight a token, sigmoid gates divided by their sum, balanced
-    by biases, no drops (DeepSeek-V3, arXiv 2412.19437, section 2.1)."""
+def _finer(full: Document, times: int) -> Document:
+    """As many parameters and as many FLOPs, in ``times`` as many experts, of which a token has ``times`` as many."""
     moe = full["m6"]["moe"]
-    moe |= {"num_experts": 4 * moe["num_experts"], "num_prototypes": 1, "top_k": 8, "num_groups": 1}
-    moe |= {"groups_per_token": 1, "gating": "sigmoid", "normalize_gates": True}
-    moe |= {"balance_bias_rate": 0.001, "aux_loss_weight": 0.0001}
-    full["m6"]["model"]["ffn_hidden_size"] //= 4
+    moe |= {"num_experts": times * moe["num_experts"], "num_prototypes": 1, "num_groups": 1, "groups_per_token": 1}
+    full["m6"]["model"]["ffn_hidden_size"] //= times
     _without_capacity(moe)
+    return moe
+
+
+def _today(full: Document) -> None:
+    """Eight times as many experts of an eighth of the width, eight a token, sigmoid gates divided by their sum, biases
+    that balance, no drops (DeepSeek-V3, arXiv 2412.19437, section 2.1)."""
+    moe = _finer(full, 8)
+    moe |= {"top_k": 8, "gating": "sigmoid", "normalize_gates": True}
+    moe |= {"balance_bias_rate": 0.001, "aux_loss_weight": 0.0001}
+
+
+def _halves(prototypes: int) -> Callable[[Document], None]:
+    def change(full: Document) -> None:
+        moe = _finer(full, 2)
+        moe |= {"num_prototypes": prototypes, "top_k": 2 // prototypes}
+
+    change.__doc__ = f"Two experts of half the width for a token: of {prototypes} prototypes (M6-T, arXiv 2105.15082)."
+    return change
 
 
 def _prototypes(number: int) -> Callable[[Document], None]:
@@ -244,6 +311,7 @@ VARIANTS: dict[str, Callable[[Document], None]] = {
     "today": _today,
     "none": _none,
 }
+HALVES = {"2 top-1 of halves": _halves(2), "top-2 of halves": _halves(1)}
 PROTOTYPES = {f"{number} top-1": _prototypes(number) for number in (1, 2, 4, 8)}
 STAGES: dict[str, Callable[[Document], None]] = {
     "never switching": _never,
@@ -252,18 +320,34 @@ STAGES: dict[str, Callable[[Document], None]] = {
     "shared 10 %": _share(0.1),
     "shared 50 %": _share(0.5),
 }
-ALL = VARIANTS | PROTOTYPES | STAGES
+ALL = VARIANTS | HALVES | PROTOTYPES | STAGES
 
 
 def variants(recipe: str) -> list[str]:
-    """The variants that a recipe is compared with; those of stages are for Pseudo-to-Real runs."""
+    """The variants that a recipe is compared with, without those that equal it.
+
+    Prototypes with room for every choice are for recipes with rule "1", stages for Pseudo-to-Real runs.
+    """
     full = shipped(recipe)
     found = list(VARIANTS)
+    if full["m6"]["moe"].get("num_prototypes", 1) == 1:
+        found += list(HALVES)
     if full["m6"]["moe"].get("capacity_rule") == "1":
         found += list(PROTOTYPES)
     if full["m6"].get("pseudo_to_real") is not None:
         found += list(STAGES)
-    return found
+    return [name for name in found if name == "recipe" or not equals_recipe(recipe, name)]
+
+
+def equals_recipe(recipe: str, variant: str) -> bool:
+    """Whether a variant changes nothing but how the same settings are written."""
+    return _settings(changed(recipe, variant)) == _settings(shipped(recipe))
+
+
+def _settings(full: Document) -> tuple[Document, MoEConfig | None]:
+    settings = parse_config(full).m6.model_dump()
+    moe = settings.pop("moe")
+    return settings, MoEConfig(**moe) if moe else None
 
 
 def changed(recipe: str, variant: str) -> Document:

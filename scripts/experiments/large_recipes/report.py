@@ -71,7 +71,7 @@ def compare(chosen: dict[str, list[Row]], variant: str) -> Comparison:
 
 def verdict(recipe: str, chosen: dict[str, list[Row]]) -> str:
     """One line: whether the recipe stays, loses or is undecided, and by what."""
-    found = [compare(chosen, peer) for peer in PEERS]
+    found = [compare(chosen, peer) for peer in PEERS if peer in variants(recipe)]
     said = ", ".join(
         f"{peer.variant} {statistics.fmean(peer.differences):+.3f} ({len(peer.differences)} seeds)"
         if peer.differences

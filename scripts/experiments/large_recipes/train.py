@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import hashlib
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -79,12 +81,6 @@ class Case:
     seed: int
     base: int = STEPS
 
-    @property
-    def name(self) -> str:
-        return f"{self.recipe}_{self.variant}_{self.equal}_{self.rate:g}_{self.seed}_{self.base}".replace(
-            " ", "_"
-        ).replace("%", "")
-
 
 class _Rounded(torch.autograd.Function):
     """Rows as one codec leaves them; their gradients as another one does."""
@@ -135,7 +131,7 @@ class MiniatureTrainer(Trainer):
 
 def document_of(case: Case, steps: int, data: Path, device: str) -> Document:
     """The JSON that a case trains."""
-    small = miniature(changed(case.recipe, case.variant), steps, case.rate)
+    small = miniature(changed(case.recipe, case.variant), case.recipe, steps, case.rate)
     small["m6"]["data"] |= {"path": str(data), "tokenizer": str(data / "tokenizer")}
     small["m6"]["training"]["seed"] = case.seed
     small["m6"].setdefault("logging", {})["wandb"] = "off"
@@ -148,7 +144,7 @@ def document_of(case: Case, steps: int, data: Path, device: str) -> Document:
 def days(recipe: str, variant: str) -> float:
     """Days of the full size by its plan, kept in prices.json until the configuration changes."""
     full = changed(recipe, variant)
-    cluster, world = RECIPES[recipe]
+    cluster, world = RECIPES[recipe].cluster, RECIPES[recipe].devices
     prices: dict[str, Any] = json.loads(PRICES.read_text(encoding="utf-8")) if PRICES.exists() else {}
     name = f"{recipe}, {variant}"
     known = prices.get(name)
@@ -160,14 +156,23 @@ def days(recipe: str, variant: str) -> float:
     if not all(result.plans for result in results):
         raise UserError(f"{name}: no layout fits {world} devices of {cluster}")
     booked = [book_stage(stage, result.best, 24 * 60) for stage, result in zip(stages, results, strict=True)]
-    price = sum(stage.steps * stage.step_s for stage in booked) / 86400
-    prices[name] = {"digest": digest(recipe), "cluster": cluster, "devices": world, "days": round(price, 4)}
+    price = round(sum(stage.steps * stage.step_s for stage in booked) / 86400, 4)
+    prices[name] = {"digest": digest(recipe), "cluster": cluster, "devices": world, "days": price}
     write_json(PRICES, dict(sorted(prices.items())))
     return price
 
 
+def run_name(case: Case, steps: int, device: str) -> str:
+    """Names what a case trains: equal miniatures of several recipes or variants are one run."""
+    document = document_of(case, steps, Path("data"), device)
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:12]
+
+
 def steps_of(case: Case, table: ResultTable) -> int | None:
-    """Steps with which a case is equal to the recipe's run; None: a run that it needs is missing."""
+    """Steps with which a case is equal to the recipe's run; None: a run that it needs is missing.
+
+    A variant has up to 9 % more, to the next eighth of an octave, so that recipes share the runs of their variants.
+    """
     if case.equal == "cost":
         ratio = days(case.recipe, "recipe") / days(case.recipe, case.variant)
     else:
@@ -178,12 +183,15 @@ def steps_of(case: Case, table: ResultTable) -> int | None:
         if not {"recipe", case.variant} <= per_step.keys():
             return None
         ratio = per_step["recipe"] / per_step[case.variant]
-    return max(20, round(case.base * min(LONGEST, ratio)))
+    if case.variant == "recipe":
+        return case.base
+    eighths = math.ceil(8 * math.log2(min(LONGEST, ratio)) - 0.05)
+    return max(20, round(case.base * 2 ** (eighths / 8)))
 
 
 def run(case: Case, steps: int, data: Path, work: Path, runtime: Runtime) -> dict[str, Any]:
     """Trains a case, or goes on with it; returns its row."""
-    folder = work / case.name
+    folder = work / run_name(case, steps, runtime.device.type)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "config.json"
     write_json(file, document_of(case, steps, data, runtime.device.type))
@@ -197,6 +205,7 @@ def run(case: Case, steps: int, data: Path, work: Path, runtime: Runtime) -> dic
     return {
         **asdict(case),
         "steps": steps,
+        "run": folder.name,
         "device": device_name(runtime),
         "precision": config.deepspeed.precision,
         "digest": digest(case.recipe),
@@ -206,6 +215,15 @@ def run(case: Case, steps: int, data: Path, work: Path, runtime: Runtime) -> dic
         **summary(config, directory.read_metrics()),
         "cpu_s": round(time.process_time() - begin),
     }
+
+
+def shared(case: Case, steps: int, name: str, table: ResultTable) -> dict[str, Any] | None:
+    """The row of a case whose run was trained for another one."""
+    for row in table.rows():
+        if row["run"] == name:
+            cost = f"{days(case.recipe, case.variant) * steps / case.base:.3f}"
+            return {**row, **asdict(case), "digest": digest(case.recipe), "cost": cost, "cpu_s": "0"}
+    return None
 
 
 def device_name(runtime: Runtime) -> str:
@@ -280,18 +298,19 @@ def train_all(arguments: argparse.Namespace) -> None:
         key = {**asdict(case), "device": device_name(runtime)}
         if steps is None or table.holds(key):
             continue
-        with (arguments.work / f"{case.name}.lock").open("w") as lock:
+        name = run_name(case, steps, runtime.device.type)
+        with (arguments.work / f"{name}.lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 continue  # another process trains it
             if table.holds(key):
                 continue
-            row = run(case, steps, arguments.data, arguments.work, runtime)
+            row = shared(case, steps, name, table) or run(case, steps, arguments.data, arguments.work, runtime)
             with (arguments.work / "results.lock").open("w") as results:
                 fcntl.flock(results, fcntl.LOCK_EX)
                 table.append(row)
-        print(f"{case.name}: {row['loss']} nats, {row['cpu_s']} CPU s", flush=True)
+        print(f"{case}: {row['loss']} nats, {row['cpu_s']} CPU s", flush=True)
 
 
 def measure_ngrams(arguments: argparse.Namespace) -> None:

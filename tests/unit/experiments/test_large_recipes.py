@@ -1,6 +1,7 @@
 """The miniatures are the shipped configurations but for widths and counts, and their results are of today's JSONs."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +13,16 @@ from moe import MoEConfig, MoELayer
 from moe.payload import CODECS
 from scripts.experiments.experiment import ResultTable
 from scripts.experiments.large_recipes import miniature as rules
+from scripts.experiments.large_recipes import train
 from scripts.experiments.large_recipes.miniature import RECIPES, changed, digest, miniature, shipped, variants
 from scripts.experiments.large_recipes.report import compare, current, verdict
-from scripts.experiments.large_recipes.train import KEY, RESULTS, Case, RoundingDispatcher, document_of
+from scripts.experiments.large_recipes.train import KEY, RESULTS, Case, RoundingDispatcher, document_of, run_name
 
 SCALED = {
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "optimizer.params.lr",
+    "optimizer.params.adamw_lr",
     *(f"zero_optimization.{name}" for name in ("contiguous_gradients", "reduce_scatter", "overlap_comm")),
     *(f"m6.model.{name}" for name in ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")),
     *(f"m6.model.{name}" for name in ("text_vocab_size", "image_vocab_size", "max_position_embeddings")),
@@ -27,6 +30,7 @@ SCALED = {
     *(f"m6.moe.{name}" for name in ("num_experts", "num_prototypes", "num_groups")),
     "m6.data.sequence_length",
     "m6.data.num_workers",
+    *(f"m6.data.sources.{name}" for name in rules.SOURCES),
     *(
         f"m6.training.{name}"
         for name in ("total_steps", "ep_size", "activation_checkpointing", "micro_batches_at_once")
@@ -53,7 +57,7 @@ def flat(document: Any, prefix: str = "") -> dict[str, Any]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_only_widths_and_counts_differ(recipe: str):
-    full, small = flat(shipped(recipe)), flat(miniature(shipped(recipe)))
+    full, small = flat(shipped(recipe)), flat(miniature(shipped(recipe), recipe))
     differ = {key for key in full.keys() | small.keys() if full.get(key) != small.get(key)}
     assert differ <= SCALED
 
@@ -65,14 +69,46 @@ def test_every_variant_is_a_run_at_both_sizes(recipe: str, tmp_path):
         parse_config(changed(recipe, variant))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if shipped(name)["m6"]["moe"].get("capacity_factor")])
 def test_as_many_tokens_choose_among_a_prototypes_experts(recipe: str):
     """It decides how many tokens find their experts full."""
-    full, small = shipped(recipe), miniature(shipped(recipe))
+    full, small = shipped(recipe), miniature(shipped(recipe), recipe)
     tokens = small["train_micro_batch_size_per_gpu"] * rules.MEAN_TOKENS
     moe = small["m6"]["moe"]
     ratio = tokens * moe["num_prototypes"] / moe["num_experts"]
     assert 0.5 <= ratio / rules.tokens_per_choice(full) <= 2
+
+
+def test_equal_miniatures_are_one_run(monkeypatch):
+    """Candidates of one family differ in widths, so their miniatures are equal where their numbers of experts are."""
+    base, larger = (Case(f"candidate {name}", "recipe", "cost", 1.0, 0, 100) for name in ("m6_base", "m6_10b"))
+    assert run_name(base, 100, "cpu") == run_name(larger, 100, "cpu")
+    assert run_name(base, 101, "cpu") != run_name(base, 100, "cpu")
+    assert run_name(replace(base, seed=1), 100, "cpu") != run_name(base, 100, "cpu")
+    monkeypatch.setattr(train, "days", lambda recipe, variant: 2.0)
+
+    class Table:
+        def rows(self) -> list[dict[str, str]]:
+            return [{"recipe": "candidate m6_base", "run": run_name(base, 100, "cpu"), "loss": "1.5", "cpu_s": "9"}]
+
+    row = train.shared(larger, 100, run_name(larger, 100, "cpu"), Table())
+    assert row is not None
+    assert (row["recipe"], row["loss"], row["cpu_s"], row["cost"]) == ("candidate m6_10b", "1.5", "0", "2.000")
+    assert train.shared(larger, 101, run_name(larger, 101, "cpu"), Table()) is None
+
+
+def test_a_variant_has_the_steps_of_its_cost_and_at_most_a_tenth_more(monkeypatch):
+    prices = {"recipe": 3.0, "dense": 2.0, "today": 4.0, "none": 0.1}
+    monkeypatch.setattr(train, "days", lambda recipe, variant: prices[variant])
+    for variant, price in prices.items():
+        steps = train.steps_of(Case("candidate m6_base", variant, "cost", 1.0, 0, 1000), ResultTable(RESULTS, KEY))
+        ratio = min(train.LONGEST, prices["recipe"] / price)
+        assert 0.99 <= steps / (1000 * ratio) <= 1.1
+
+
+def test_top_1_is_no_variant_of_a_recipe_that_is_top_1():
+    assert "top1" not in variants("candidate m6_base")
+    assert "top1" in variants("m6_base")
 
 
 @pytest.mark.parametrize(
