@@ -32,15 +32,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def validate(model: type[Model], value: Any, where: str) -> Model:
+def validate(model: type[Model], value: Any, where: str, *, strict: bool = True) -> Model:
     """Validates a value that was parsed from JSON and returns it as a ``model``.
-
-    Types are strict: neither ``"4"`` nor ``true`` is accepted as a number.
 
     Args:
         model: the pydantic model.
         value: parsed JSON.
         where: dotted key of the value in its file, for messages; empty for the whole file.
+        strict: neither ``"4"`` nor ``true`` is accepted as a number, nor 4.0 as an integer.
 
     Raises:
         UserError: the value does not fit. The message names the key, what was found and what was expected.
@@ -48,7 +47,7 @@ def validate(model: type[Model], value: Any, where: str) -> Model:
     try:
         # Validated as JSON text: in strict mode Python values would have to be a Path and a tuple where JSON has a
         # string and an array.
-        return model.model_validate_json(json.dumps(value), strict=True)
+        return model.model_validate_json(json.dumps(value), strict=strict)
     except pydantic.ValidationError as error:
         raise UserError(describe(error, model, where)) from None
 

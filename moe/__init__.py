@@ -1,13 +1,21 @@
-"""Sparsely activated feed-forward layers: expert prototyping and top-k routing, with or without a capacity."""
+"""Sparsely activated feed-forward layers: expert prototyping and top-k routing, with or without a capacity.
 
-from moe.bias_balancer import BiasBalancer
-from moe.collect import collect_outputs
+``MoEConfig`` needs no torch. The other names are imported at their first use, so that settings can be checked before.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from moe.config import MoEConfig
-from moe.deferred_gradients import DeferredLinear, defer_gradients, forget_deferred
-from moe.expert_parallel import apply_expert_parallelism
-from moe.layer import MoELayer, MoEOutput
-from moe.parts import TokenPart, TokenParts
-from moe.routing import RoutingStats
+
+if TYPE_CHECKING:
+    from moe.bias_balancer import BiasBalancer
+    from moe.collect import collect_outputs
+    from moe.deferred_gradients import DeferredLinear, defer_gradients, forget_deferred
+    from moe.expert_parallel import apply_expert_parallelism
+    from moe.layer import MoELayer, MoEOutput
+    from moe.parts import TokenPart, TokenParts
+    from moe.routing import RoutingStats
 
 __all__ = [
     "BiasBalancer",
@@ -23,3 +31,24 @@ __all__ = [
     "defer_gradients",
     "forget_deferred",
 ]
+_MODULES = {
+    "BiasBalancer": "bias_balancer",
+    "DeferredLinear": "deferred_gradients",
+    "MoELayer": "layer",
+    "MoEOutput": "layer",
+    "RoutingStats": "routing",
+    "TokenPart": "parts",
+    "TokenParts": "parts",
+    "apply_expert_parallelism": "expert_parallel",
+    "collect_outputs": "collect",
+    "defer_gradients": "deferred_gradients",
+    "forget_deferred": "deferred_gradients",
+}
+
+if not TYPE_CHECKING:  # type checkers would take any name for one of this package
+
+    def __getattr__(name: str) -> Any:
+        """Imports a name of ``__all__`` (PEP 562)."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

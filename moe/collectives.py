@@ -9,7 +9,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from moe.payload import CODECS, IDENTITY, Codec, Payload
+from moe.config import Payload
+from moe.payload import CODECS, IDENTITY, Codec
 
 
 @dataclass

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
-from moe.payload import Payload
+Payload = Literal["same", "bfloat16", "float8", "float8_both"]
 
 # A hint -> the types of values that it accepts, and how an error calls them.
 _TYPES = {int: ((int,), "an integer"), float: ((int, float), "a number"), bool: ((bool,), "true or false")}
@@ -70,7 +70,7 @@ class MoEConfig:
         z_loss_weight: weight of the loss that keeps the router's logits small.
         balance_bias_rate: step of the biases that balance the load without a loss (arXiv 2408.15664); 0: no biases.
         recompute_activation: compute the hidden activation again in the backward pass instead of keeping it.
-        exchange: how tokens reach experts on other ranks, see ``moe.expert_parallel.exchange_steps``; "auto" chooses
+        exchange: how tokens reach experts on other ranks, see ``moe.exchange_steps.exchange_steps``; "auto" chooses
             the exchange that moves fewer rows.
         payload: the number format of tokens on the way: "same" as in the model, "bfloat16", "float8" towards the
             experts and bfloat16 back, or "float8_both" ways.

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch.distributed
 from torch import nn
@@ -11,70 +11,10 @@ from moe.collectives import Collectives, Traffic
 from moe.config import MoEConfig
 from moe.dispatch import Dispatcher, Exchange, LocalDispatcher
 from moe.exchange import AllToAllExchange, NodeExchange, PrototypeExchange
+from moe.exchange_steps import ExchangeStep, exchange_steps
 from moe.layer import MoELayer
 from moe.overlap import OverlappingDispatcher
 from moe.process_groups import group_of
-
-
-class ExchangeStep(NamedTuple):
-    """One step of the way to an expert's rank: it divides the ranks that are left into ``size`` parts and selects one.
-
-    Attributes:
-        kind: what the parts differ in: their prototypes, their nodes, or in case of the last step their ranks.
-        size: the number of parts.
-    """
-
-    kind: Literal["prototype", "node", "all_to_all"]
-    size: int
-
-
-def exchange_steps(config: MoEConfig, ep_size: int) -> tuple[ExchangeStep, ...]:
-    """Decides how tokens are exchanged in a group of ``ep_size`` ranks.
-
-    There are two levels: between nodes first, and then inside them, if ``ranks_per_node`` divides the group. On each
-    level ``config.exchange`` "prototype" uses prototypes as far as they divide the ranks, and an all-to-all among ranks
-    that share a prototype.
-
-    "auto" chooses what moves fewer rows. Let k be the pairs of a token that a capacity leaves over (all K without one),
-    n the ranks of a level, and g the parts that prototypes divide it into. The prototypes' exchange then moves g - 1
-    rows for each token between the parts and k (1 - g / n) inside them. The all-to-all moves k (1 - 1 / n), which is
-    (g - 1) (k / n - 1) more. So prototypes are used if k > n, and also if k = n = g. Between nodes a token is sent once
-    for all its pairs, so prototypes save nothing there unless g = n and all pairs are left over, which brings every
-    token to every node.
-
-    Returns:
-        The steps in order; the product of their sizes is ``ep_size``.
-
-    Raises:
-        ValueError: the numbers do not fit each other.
-    """
-    if config.num_experts % ep_size:
-        raise ValueError(f"ep_size {ep_size} does not divide num_experts {config.num_experts}")
-    ranks_per_node = config.ranks_per_node or ep_size
-    if max(ep_size, ranks_per_node) % min(ep_size, ranks_per_node):
-        raise ValueError(f"ep_size {ep_size} and ranks_per_node {ranks_per_node}: one must be a multiple of the other")
-    ranks_per_node = min(ep_size, ranks_per_node)
-
-    steps = []
-    prototypes = config.num_prototypes if config.num_groups == 1 else 1
-    for kind, size in (("node", ep_size // ranks_per_node), ("all_to_all", ranks_per_node)):
-        parts = math.gcd(size, prototypes)
-        pairs = prototypes * config.top_k * config.kept_share
-        if kind == "node":
-            fewer_rows = parts == size and config.kept_share == 1
-        else:
-            fewer_rows = pairs > size or (pairs == size == parts)
-        if config.exchange == "all_to_all" or (config.exchange == "auto" and not fewer_rows):
-            parts = 1
-        steps += [ExchangeStep("prototype", parts), ExchangeStep(kind, size // parts)]  # type: ignore[arg-type]
-        prototypes = prototypes // parts if parts == size else 1
-    steps = [step for step in steps if step.size > 1]
-    if config.exchange == "prototype" and all(step.kind != "prototype" for step in steps) and ep_size > 1:
-        raise ValueError(
-            f'exchange is "prototype", but num_prototypes {config.num_prototypes} and ep_size {ep_size} '
-            "have no common divisor"
-        )
-    return tuple(steps)
 
 
 def apply_expert_parallelism(model: nn.Module, ep_size: int, equal_tokens: bool = False) -> None:

@@ -1,11 +1,12 @@
 """Number formats of rows that are sent between ranks."""
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-Payload = Literal["same", "bfloat16", "float8", "float8_both"]
+from moe.config import Payload
+
 _LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 _SCALE_BYTES = 4
 

@@ -1,1 +1,1 @@
-"""What a model is, as plain data. The models of transformers, which take seconds to import, are not needed for it."""
+"""What a model is, as plain data. Only its configuration in transformers' class needs transformers, and so torch."""

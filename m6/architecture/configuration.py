@@ -1,36 +1,16 @@
-"""The configuration of an M6 model."""
+"""The configuration of an M6 model, as transformers loads and saves it."""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from dataclasses import asdict, fields
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
 from m6.architecture.auto_map import without_auto_map
-from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
+from m6.architecture.settings import MODEL_TYPE, ModelSettings
 from m6.errors import UserError, nearest
 
-if TYPE_CHECKING:
-    from moe import MoEConfig
-
-PatchEncoderName = Literal["linear", "resnet", "efficientnet_lite0"]
-
-# The largest value of each size: far above any model, and small enough to compute with.
-_SIZES = {
-    "text_vocab_size": 2**24,
-    "hidden_size": 2**20,
-    "num_layers": 10_000,
-    "num_attention_heads": 2**16,
-    "ffn_hidden_size": 2**24,
-    "max_position_embeddings": 2**24,
-    "image_size": 2**14,
-    "patch_size": 2**14,
-    "moe_layer_frequency": 10_000,
-    "codes_per_place": 2**8,
-}
-_EFFICIENTNET_SMALLEST_SIDE = 32  # of a patch; a smaller one is gone before the last layer
-_SIZES_FROM_0 = {"image_vocab_size": 2**24, "code_grid_size": 2**12}
 # Keys that transformers and what stands on it (its Trainer, quantisation) add to a configuration.
 _TRANSFORMERS_KEYS = {
     "model_type",
@@ -49,40 +29,14 @@ _TRANSFORMERS_KEYS = {
 }
 
 
-class M6Config(PreTrainedConfig):
-    """One Transformer stack for pictures and text, M6 (arXiv 2103.00823).
-
-    The defaults are M6-base. ``moe`` holds the keyword arguments of :class:`moe.MoEConfig`; with it, every
-    ``moe_layer_frequency``-th feed-forward is a mixture of experts, M6-T (arXiv 2105.15082).
-
-    Args:
-        text_vocab_size: pieces of the text tokenizer; joint ids ``[0, text_vocab_size)``.
-        image_vocab_size: codes of the image tokenizer; they follow the 16 special tokens.
-        hidden_size: width of the residual stream.
-        num_layers: Transformer blocks.
-        num_attention_heads: divides ``hidden_size``.
-        ffn_hidden_size: inner width of a dense feed-forward and of each expert.
-        max_position_embeddings: learned positions of source text and of target (text or image codes).
-        rotary_base: base of rotary positions (arXiv 2104.09864), beside the learned ones; 0: none.
-        code_grid_size: codes in a row of a generated picture; adds learned row and column positions to image codes
-            (DALL-E, arXiv 2102.12092, appendix B.1); 0: no such positions.
-        codes_per_place: codes at each place of a generated picture, one of each codebook of the image tokenizer; they
-            follow each other and share their row and column. Divides ``image_vocab_size``: the books are equally large.
-        image_size: side of a picture in pixels.
-        patch_size: side of a patch in pixels; divides ``image_size``.
-        patch_encoder: network that maps a patch to a vector, see :mod:`m6.model.patch_encoders`.
-        hidden_dropout: dropout rate after the embeddings, the attention output and the feed-forward output.
-        attention_dropout: dropout rate on the attention weights.
-        initializer_range: standard deviation of the initial weights.
-        layer_norm_eps: epsilon of every LayerNorm.
-        moe: keyword arguments of :class:`moe.MoEConfig`, or None for a dense model.
-        moe_layer_frequency: k: every k-th layer is sparse, that is layers k-1, 2k-1, ... (counted from 0).
+class M6Config(PreTrainedConfig, ModelSettings):
+    """The fields of :class:`ModelSettings`, in a class that transformers can load and save.
 
     Raises:
-        UserError: a key is unknown, a value is out of range, or two values contradict each other.
+        UserError: a key is unknown, or ``ModelSettings`` refuses a value.
     """
 
-    model_type: ClassVar[str] = "m6"
+    model_type: ClassVar[str] = MODEL_TYPE
     keys_to_ignore_at_inference: ClassVar[list[str]] = [
         "past_key_values",
         "router_stats",
@@ -93,176 +47,16 @@ class M6Config(PreTrainedConfig):
     # transformers sizes its key-value caches by num_hidden_layers.
     attribute_map: ClassVar[dict[str, str]] = {"num_hidden_layers": "num_layers"}
 
-    text_vocab_size: int = 21128
-    image_vocab_size: int = 8192
-    hidden_size: int = 1024
-    num_layers: int = 24
-    num_attention_heads: int = 16
-    ffn_hidden_size: int = 4096
-    max_position_embeddings: int = 512
-    rotary_base: float = 0.0
-    code_grid_size: int = 0
-    codes_per_place: int = 1
-    image_size: int = 256
-    patch_size: int = 64
-    patch_encoder: PatchEncoderName = "linear"
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    initializer_range: float = 0.02
-    layer_norm_eps: float = 1e-5
-    moe: dict[str, Any] | None = None
-    moe_layer_frequency: int = 1
-
     def __post_init__(self, **kwargs: Any) -> None:
         valid = {field.name for field in fields(self)}
         for key in kwargs:
             if key not in _TRANSFORMERS_KEYS:
                 raise UserError(f"M6Config has no field {key!r}{nearest(key, valid)}")
         # transformers' @strict could check these values too, but its errors are not ValueErrors.
-        self._check_ranges()
-        self._check_against_each_other()
+        ModelSettings.__post_init__(self)
         super().__post_init__(**without_auto_map(self, kwargs))
 
-    def _check_ranges(self) -> None:
-        for name, largest in _SIZES.items():
-            value = getattr(self, name)
-            # Not isinstance: a bool is an int.
-            if type(value) is not int or value < 1:
-                raise UserError(f"{name} must be a positive integer, found {value!r}")
-            _check_largest(name, value, largest)
-        for name, largest in _SIZES_FROM_0.items():
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise UserError(f"{name} must be an integer of at least 0, found {value!r}")
-            _check_largest(name, value, largest)
-        for name in ("hidden_dropout", "attention_dropout"):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < 1:
-                raise UserError(f"{name} must be a rate in [0, 1), found {value!r}")
-        for name in ("initializer_range", "layer_norm_eps"):
-            value = getattr(self, name)
-            if not _is_number(value) or value <= 0:
-                raise UserError(f"{name} must be a positive number, found {value!r}")
-        if not _is_number(self.rotary_base) or not (self.rotary_base == 0 or self.rotary_base > 1):
-            raise UserError(f"rotary_base must be 0 or a number above 1, found {self.rotary_base!r}")
-        encoders = get_args(PatchEncoderName)
-        if self.patch_encoder not in encoders:
-            raise UserError(
-                f"patch_encoder {self.patch_encoder!r} is unknown{nearest(str(self.patch_encoder), encoders)}"
-            )
-
-    def _check_against_each_other(self) -> None:
-        if self.hidden_size % self.num_attention_heads:
-            raise UserError(
-                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
-            )
-        if self.rotary_base and self.hidden_size % (2 * self.num_attention_heads):
-            raise UserError(
-                f"rotary_base needs heads of an even size, found hidden_size {self.hidden_size} / num_attention_heads "
-                f"{self.num_attention_heads}"
-            )
-        if self.image_vocab_size % self.codes_per_place:
-            raise UserError(
-                f"image_vocab_size {self.image_vocab_size} is not divisible by codes_per_place {self.codes_per_place}"
-            )
-        if self.image_size % self.patch_size:
-            raise UserError(f"image_size {self.image_size} is not divisible by patch_size {self.patch_size}")
-        if self.patch_encoder == "efficientnet_lite0" and self.patch_size < _EFFICIENTNET_SMALLEST_SIDE:
-            raise UserError(
-                f'patch_encoder "efficientnet_lite0" needs a patch_size of at least {_EFFICIENTNET_SMALLEST_SIDE}, '
-                f"found {self.patch_size}"
-            )
-        if self.moe is not None:
-            if self.moe_layer_frequency > self.num_layers:
-                raise UserError(
-                    f"moe_layer_frequency {self.moe_layer_frequency} exceeds num_layers {self.num_layers}: "
-                    "no layer would be sparse"
-                )
-            self.moe_config()
-
-    def moe_config(self) -> MoEConfig:
-        """The section ``moe`` as a ``moe.MoEConfig``.
-
-        Raises:
-            UserError: a key is unknown, or ``moe.MoEConfig`` rejects a value.
-        """
-        from moe import MoEConfig
-
-        valid = {field.name for field in fields(MoEConfig)}
-        if not isinstance(self.moe, dict):
-            raise UserError(f"moe must hold the keyword arguments of moe.MoEConfig, found {self.moe!r}")
-        for key in self.moe:
-            if key not in valid:
-                raise UserError(f"moe.{key}: unknown key{nearest(key, valid)}")
-        if "num_experts" not in self.moe:
-            raise UserError("moe.num_experts: missing")
-        try:
-            return MoEConfig(**self.moe)
-        except ValueError as error:  # the message begins with the name of the field
-            raise UserError(f"moe.{error}") from None
-
-    def is_moe_layer(self, layer: int) -> bool:
-        """Whether the feed-forward of layer ``layer`` (counted from 0) is a mixture of experts."""
-        return self.moe is not None and (layer + 1) % self.moe_layer_frequency == 0
-
-    @property
-    def num_moe_layers(self) -> int:
-        """Number of layers with a mixture of experts."""
-        return 0 if self.moe is None else self.num_layers // self.moe_layer_frequency
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the joint vocabulary: text pieces, special tokens, image codes."""
-        return self.text_vocab_size + NUM_SPECIAL_TOKENS + self.image_vocab_size
-
-    @property
-    def first_code_id(self) -> int:
-        """Id of the first image code; all higher ids are codes too."""
-        return self.text_vocab_size + NUM_SPECIAL_TOKENS
-
-    @property
-    def codebook_size(self) -> int:
-        """Image codes of each codebook; the ids of a book follow those of the book before."""
-        return self.image_vocab_size // self.codes_per_place
-
-    @property
-    def code_mask_id(self) -> int:
-        """Id of ``<code_mask>``, which stands for a hidden image code."""
-        return self._special("<code_mask>")
-
-    @property
-    def num_patches(self) -> int:
-        """Number of patches of one picture."""
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
-    def pad_token_id(self) -> int:
-        """Id of the padding token ``<pad>``."""
-        return self._special("<pad>")
-
-    @property
-    def bos_token_id(self) -> int:
-        """Id of ``<bos>``, which begins a target."""
-        return self._special("<bos>")
-
-    @property
-    def eos_token_id(self) -> int:
-        """Id of ``<eos>``, which ends a target."""
-        return self._special("<eos>")
-
-    @property
-    def image_token_id(self) -> int:
-        """Id of ``<image>``, the placeholder of a patch."""
-        return self._special("<image>")
-
-    def _special(self, token: str) -> int:
-        return self.text_vocab_size + SPECIAL_TOKENS.index(token)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_largest(name: str, value: int, largest: int) -> None:
-    if value > largest:
-        raise UserError(f"{name} is {value}; expected at most {largest}")
+    @classmethod
+    def of(cls, settings: ModelSettings) -> M6Config:
+        """The settings as a configuration of transformers; the same object if they are one."""
+        return settings if isinstance(settings, M6Config) else cls(**asdict(settings))

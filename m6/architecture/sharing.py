@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.errors import UserError
 
 SharedPart = Literal["attention", "norms", "ffn", "router", "experts"]
@@ -71,7 +71,7 @@ class Sharing:
                 for name in _MODULES[part]:
                     yield layer, self.first_layer(layer), name
 
-    def check(self, config: M6Config) -> None:
+    def check(self, config: ModelSettings) -> None:
         """Raises UserError if layers of a group differ in shape, or if nothing would be shared."""
         if self.num_groups >= self.num_layers:
             raise UserError(

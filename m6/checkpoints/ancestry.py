@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from m6.checkpoints.loading import is_exported, newest_complete_checkpoint
+from m6.checkpoints.finetuning import is_exported
+from m6.checkpoints.loading import newest_complete_checkpoint
 from m6.config.run import RunConfig, load_config
 from m6.data.manifest import Manifest
 from m6.data.objectives import OBJECTIVES

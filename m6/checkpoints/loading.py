@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from m6.architecture.settings import ModelSettings
 from m6.checkpoints.adapters import MergedReader, is_adapted
 from m6.checkpoints.delinked import DelinkedReader, is_pseudo
 from m6.checkpoints.discovery import complete_checkpoints
+from m6.checkpoints.finetuning import is_exported
 from m6.checkpoints.format import CheckpointReader, WeightReader
 from m6.checkpoints.fragment import WEIGHT
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER, TOKENIZER, find_tokenizer
 from m6.config.run import RunConfig, load_config
 from m6.decoding import TEMPERATURE, Decoding, temperature_refusal
 from m6.errors import UserError, nearest
-from m6.files import parse_object
 from m6.model import M6Config, M6ForConditionalGeneration
 from m6.runs.directory import RunDirectory
 from m6.tokenizers.processor import M6ImageProcessor, M6Processor
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 WEIGHTS = "model.safetensors"
 """The weights of an exported model; with several files their names have numbers, and an index names them."""
 INDEX = f"{WEIGHTS}.index.json"
+_Settings = TypeVar("_Settings", bound=ModelSettings)
 
 
 def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditionalGeneration, M6Processor]:
@@ -66,7 +68,7 @@ def keep_learned(model: M6ForConditionalGeneration, config: RunConfig) -> None:
         model.code_temperature = TEMPERATURE
 
 
-def without_capacity(config: M6Config) -> M6Config:
+def without_capacity(config: _Settings) -> _Settings:
     """A copy in which experts compute every token that chose them, as an answer should not depend on its neighbours.
 
     With a capacity, which bounds the memory of a training's validation, the tokens of a batch compete for them.
@@ -192,21 +194,9 @@ def run_processor(root: Path, config: RunConfig, reader: CheckpointReader) -> M6
     return make_processor(config.model, tokenizer)
 
 
-def make_processor(config: M6Config, tokenizer: M6Tokenizer) -> M6Processor:
+def make_processor(config: ModelSettings, tokenizer: M6Tokenizer) -> M6Processor:
     """Makes the processor, which turns prompts and pictures into inputs of a model."""
     side = config.image_size
     tokenizer.model_max_length = config.max_position_embeddings  # to which transformers' truncation=True cuts a text
     image_processor = M6ImageProcessor(size={"height": side, "width": side})
     return M6Processor(image_processor, tokenizer, num_patches=config.num_patches)
-
-
-def is_exported(folder: Path) -> bool:
-    """Whether the folder holds an exported model (True) or a run (False); UserError if neither."""
-    file = folder / "config.json"
-    try:
-        content = parse_object(file.read_bytes())
-    except (OSError, ValueError):
-        raise UserError(f"{folder}: neither a run nor an exported model (no readable config.json)") from None
-    if not ("m6" in content or content.get("model_type") == M6Config.model_type):
-        raise UserError(f"{file}: belongs neither to a run nor to an exported model")
-    return "m6" not in content

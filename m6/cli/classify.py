@@ -41,7 +41,8 @@ def classify(
         raise UserError(f"classify: --label: expected two or more different labels, found {', '.join(labels)}")
     read = [(text, context)] if texts is None else _read_texts(texts)
     pictures = [open_picture(path) for path in images or ()]
-    from m6.checkpoints.loading import is_exported, load_run_model
+    from m6.checkpoints.finetuning import is_exported
+    from m6.checkpoints.loading import load_run_model
     from m6.config.run import load_config
     from m6.data.objectives import context_ids, max_text_tokens
     from m6.generation.captioning import warn_unless_learned

@@ -97,31 +97,34 @@ def _train(
     answer_sigquit()
     from m6.config.checks import check_has_model, check_world_size
     from m6.config.run import load_config
+    from m6.data.manifest import Manifest
+    from m6.planning.machine.profile import load_profile
     from m6.runs.directory import RunDirectory
-    from m6.runs.processes import is_main_of_environment, on_main_rank, ranks_per_node, start, world_size_of_environment
+    from m6.runs.environment import is_main_of_environment, ranks_per_node, world_size_of_environment
 
-    # All checks come before anything is written.
+    # All checks come before anything is written, and those that need no torch before it is imported.
     folder = RunDirectory(run or Path("runs") / config.stem)
     if init is None:
         settings = load_config(config, tuple(overrides or ()))
         if restart or not (folder.root / "config.json").exists():
             check_has_model(settings, config)
     else:
-        from m6.checkpoints.initial import load_finetuning_config
+        from m6.checkpoints.finetuning import load_finetuning_config
 
         settings = load_finetuning_config(config, init, tuple(overrides or ()), from_scratch=from_scratch)
     world_size = world_size_of_environment()
     check_world_size(settings, world_size)
+    folder.check(settings)
+    Manifest.load(settings.m6.data.path)
+    calibration = None if profile is None else load_profile(profile)
     with quick_imports():
-        from m6.planning.machine.profile import load_profile
         from m6.planning.prediction import check_memory
         from m6.runs.machine import check_machine
+        from m6.runs.processes import on_main_rank, start
         from m6.training.loop import pretrain as pretrain_run
 
     check_machine(settings)
     check_memory(settings, world_size, ranks_per_node(world_size))
-    calibration = None if profile is None else load_profile(profile)
-    folder.check(settings)
     from m6.checkpoints.start import check_start, warn_at_start
     from m6.runs.data import open_data
     from m6.training.stages.stage import finished_pseudo_stage

@@ -70,14 +70,15 @@ def best(
     A Pseudo-to-Real run is planned for both stages.
     """
     from m6.errors import UserError
+
+    if out is not None and out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: is a file; expected the folder to write to")
+    planner = _planner(config, cluster, overrides, force, profile, memory_fraction)(world)
     from m6.planning.booking import book_stage, booking, booking_table
     from m6.planning.reports import run_report
     from m6.planning.search.job_files import job_files
     from m6.planning.search.stages import plan_run
 
-    if out is not None and out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: is a file; expected the folder to write to")
-    planner = _planner(config, cluster, overrides, force, profile, memory_fraction)(world)
     found = plan_run(planner)
     stages, results = found.stages, found.results
     if not as_json:
@@ -117,11 +118,11 @@ def explain(
     """
     from dataclasses import replace
 
+    planner = _planner(config, cluster, overrides, None, profile, memory_fraction, stage)(world)
     from m6.planning.reports import explanation
     from m6.planning.search.configuration import layout_of, parse_forced
     from m6.planning.search.feasibility import capability_matrix
 
-    planner = _planner(config, cluster, overrides, None, profile, memory_fraction, stage)(world)
     layout = layout_of(planner.config, planner.cluster.num_devices)
     layout = replace(layout, **parse_forced(tuple(force or ())))
     print(explanation(planner, planner.evaluate(layout)))
@@ -148,13 +149,13 @@ def frontier(
 
     With --days it shows what each number of devices learns, by its fastest layout.
     """
+    make = _planner(config, cluster, overrides, force, profile, memory_fraction, stage)
     from m6.planning.loss.outlook import days_table, learned_by_days, loss_line, predicted_loss
     from m6.planning.reports import layout_table
     from m6.planning.search.frontier import device_counts
     from m6.planning.search.frontier import frontier as find
     from m6.plots.frontier import draw_frontier, draw_losses
 
-    make = _planner(config, cluster, overrides, force, profile, memory_fraction, stage)
     planner = make(None)
     plans = find(lambda part: make(part.num_devices), planner.cluster, device_counts(planner.cluster))
     if days is None:
@@ -185,11 +186,11 @@ def curve(
     memory_fraction: Fraction = MEMORY_FRACTION,
 ) -> None:
     """Shows the best layout and its speed on 1, 2, 4, ... devices of the cluster."""
+    make = _planner(config, cluster, overrides, force, profile, memory_fraction, stage)
     from m6.planning.reports import curve_table
     from m6.planning.search.frontier import curve as find
     from m6.planning.search.frontier import device_counts
 
-    make = _planner(config, cluster, overrides, force, profile, memory_fraction, stage)
     whole = make(None).cluster
     print(curve_table(find(lambda part: make(part.num_devices), whole, device_counts(whole))))
 
@@ -211,8 +212,6 @@ def dry_run(
     from m6.config.checks import check_has_model
     from m6.config.run import load_config
     from m6.planning.machine.cluster import load_cluster
-    from m6.training.dry_run import dry_run as run
-    from m6.training.dry_run import report
 
     settings = load_config(config, tuple(overrides or ()))
     check_has_model(settings, config)
@@ -222,6 +221,9 @@ def dry_run(
 
         print(dry_plan.report(dry_plan.dry_plans(settings, world, rank, nodes), world, rank))
         return
+    from m6.training.dry_run import dry_run as run
+    from m6.training.dry_run import report
+
     print(report(run(settings, world, rank), world, rank, nodes))
 
 
@@ -304,9 +306,6 @@ def _planner(
     from m6.errors import UserError
     from m6.planning.machine.cluster import load_cluster
     from m6.planning.machine.profile import Profile, load_profile
-    from m6.planning.search.configuration import parse_forced
-    from m6.planning.search.planner import Planner
-    from m6.planning.search.stages import pseudo_sharing
 
     settings = load_config(config, tuple(overrides or ()))
     check_has_model(settings, config)
@@ -314,6 +313,10 @@ def _planner(
     calibration = Profile() if profile is None else load_profile(profile)
     if stage == "pseudo" and settings.m6.pseudo_to_real is None:
         raise UserError(f"--stage pseudo: {config} has no section m6.pseudo_to_real")
+    from m6.planning.search.configuration import parse_forced
+    from m6.planning.search.planner import Planner
+    from m6.planning.search.stages import pseudo_sharing
+
     sharing = pseudo_sharing(settings) if stage == "pseudo" else None
     forced: dict[str, Any] = parse_forced(tuple(force or ()))
 

@@ -32,20 +32,21 @@ def replan(
     overrides: Overrides = None,
 ) -> None:
     """Chooses the layout of a run with m6.elastic for the nodes of a job, and records why."""
-    from m6.checkpoints.discovery import complete_checkpoints
     from m6.config.run import load_config
-    from m6.files import write_text
-    from m6.runs.layouts import measured_steps, read_layouts, write_layouts
 
     if init is None:
         settings = load_config(config, tuple(overrides or ()))
     else:
-        from m6.checkpoints.initial import load_finetuning_config
+        from m6.checkpoints.finetuning import load_finetuning_config
 
         settings = load_finetuning_config(config, init, tuple(overrides or ()))
     if settings.m6.elastic is None:  # the job scripts only guess that there is one
         typer.echo(f"{config}: without m6.elastic the layout is that of the JSON")
         return
+    from m6.checkpoints.discovery import complete_checkpoints
+    from m6.files import write_text
+    from m6.runs.layouts import measured_steps, read_layouts, write_layouts
+
     history = read_layouts(run)
     if failed and history:
         # A layout that has made steps, of whatever stage, is not blamed for an attempt without one.

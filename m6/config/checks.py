@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.config.pipeline import PipelineSettings
 from m6.config.run import RunConfig
 from m6.config.tensor import TensorSettings
 from m6.config.turns import turns_refusal
 from m6.errors import UserError
-from moe.expert_parallel import exchange_steps
+from moe.exchange_steps import exchange_steps
 
 if TYPE_CHECKING:
     from m6.tokenizers.text import M6Tokenizer
@@ -142,7 +142,7 @@ def check_tokenizer(config: RunConfig, tokenizer: M6Tokenizer) -> None:
             )
 
 
-def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int, codes_per_place: int = 1) -> None:
+def check_codes_fit(model: ModelSettings, codebook_size: int, num_codes: int, codes_per_place: int = 1) -> None:
     """Checks that a model can read and write the codes of an image tokenizer.
 
     Args:
@@ -180,7 +180,7 @@ def check_codes_fit(model: M6Config, codebook_size: int, num_codes: int, codes_p
 
 
 def check_captions(
-    config: M6Config, tokenizer: M6Tokenizer, captions: Sequence[str], num_codes: int, *, as_targets: bool = False
+    config: ModelSettings, tokenizer: M6Tokenizer, captions: Sequence[str], num_codes: int, *, as_targets: bool = False
 ) -> None:
     """Raises UserError if a caption is empty, or if it or a picture is too long for the model's positions.
 

@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from m6.config.deepspeed_ignored import check_accepted, zero_stage
+from m6.config.deepspeed_sections import FP16, DeepSpeedSections, ZeroOptimization
 from m6.errors import UserError, nearest
-from m6.validation import Section, describe, list_unknown, validate
+from m6.validation import Section, list_unknown, validate
 
 _DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 _LARGEST_SCALE_POWER = 62  # DeepSpeed holds the loss scale as an integer, PyTorch as one of 64 bits
@@ -94,7 +95,7 @@ class _Keys(Section):
     gradient_accumulation_steps: PositiveInt | None = None
     gradient_clipping: float = Field(ge=0)
     optimizer: _Optimizer
-    # DeepSpeed's own models validate these sections, see ``_deepspeed_sections``.
+    # Their fields are validated apart, see ``_sections``.
     fp16: dict[str, Any] = Field(default_factory=dict)
     bf16: dict[str, Any] = Field(default_factory=dict)
     torch_autocast: _TorchAutocast | None = None
@@ -242,12 +243,12 @@ def split_deepspeed(keys: dict[str, Any]) -> DeepSpeedSettings:
         )
     settings = validate(_Keys, keys, "")
     stage = zero_stage(settings.zero_optimization)
-    sections = _deepspeed_sections(keys)
+    sections = _sections(keys)
     precision = _precision(sections, stage, settings.optimizer.type)
     if precision != "fp32" and keys.get("torch_autocast", {}).get("enabled", False):
         raise UserError(f"torch_autocast: is for weights in fp32, and these are in {precision}; leave one of them out")
     optimizer_params = _optimizer_params(settings.optimizer, stage, precision)
-    _check_aio(settings, sections["zero_optimization"])
+    _check_aio(settings, sections.zero_optimization)
     _check_values(settings, sections)
     return DeepSpeedSettings(
         train_batch_size=settings.train_batch_size,
@@ -256,42 +257,26 @@ def split_deepspeed(keys: dict[str, Any]) -> DeepSpeedSettings:
         gradient_clipping=settings.gradient_clipping,
         zero_stage=stage,
         precision=precision,
-        smallest_loss_scale=_smallest_loss_scale(sections["fp16"]),
+        smallest_loss_scale=_smallest_loss_scale(sections.fp16),
         optimizer_type=settings.optimizer.type,
         optimizer_params=optimizer_params,
         keys=keys,
     )
 
 
-def _deepspeed_sections(keys: dict[str, Any]) -> dict[str, Any]:
-    """Parses sections with DeepSpeed's models; later DeepSpeed would report the errors as a traceback on every rank."""
-    prepare_deepspeed()
-    # DeepSpeed is imported only when it is needed: its import takes seconds.
-    from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    models: dict[str, type[BaseModel]] = {
-        "bf16": DeepSpeedBF16Config,
-        "fp16": DeepSpeedFP16Config,
-        "comms_logger": CommsLoggerConfig,
-        "zero_optimization": DeepSpeedZeroConfig,
-    }
-    sections = {}
-    for name, model in models.items():
-        for key, value in keys.get(name, {}).items():
+def _sections(keys: dict[str, Any]) -> DeepSpeedSections:
+    given = {name: keys[name] for name in DeepSpeedSections.model_fields if name in keys}
+    for name, section in given.items():
+        for key, value in section.items():
             check_accepted(f"{name}.{key}")
             if value == "auto":  # for Hugging Face's Trainer, which fills in the value; DeepSpeed drops the key
                 raise UserError(f'{name}.{key}: "auto" would be ignored; write a value, or leave the key out')
-        try:
-            sections[name] = model(**keys.get(name, {}))
-        except pydantic.ValidationError as error:
-            raise UserError(describe(error, model, name)) from None
-    return sections
+    # Not strict, as DeepSpeed: sizes are often written as 5e8.
+    return validate(DeepSpeedSections, given, "", strict=False)
 
 
-def _precision(sections: dict[str, Any], stage: int, optimizer_type: str) -> str:
-    enabled = [name for name in ("fp16", "bf16") if sections[name].enabled]
+def _precision(sections: DeepSpeedSections, stage: int, optimizer_type: str) -> str:
+    enabled = [name for name in ("fp16", "bf16") if getattr(sections, name).enabled]
     if len(enabled) == 2:
         raise UserError("fp16.enabled and bf16.enabled are both true; choose one")
     if enabled and stage == 0:
@@ -303,7 +288,7 @@ def _precision(sections: dict[str, Any], stage: int, optimizer_type: str) -> str
     return enabled[0] if enabled else "fp32"
 
 
-def _smallest_loss_scale(fp16: Any) -> float:
+def _smallest_loss_scale(fp16: FP16) -> float:
     if not fp16.enabled:
         return 1.0
     # A scale other than 0 is constant.
@@ -331,16 +316,16 @@ def _optimizer_params(section: _Optimizer, stage: int, precision: str) -> dict[s
     return validate(_OPTIMIZER_PARAMS[section.type], section.params, "optimizer.params").model_dump()
 
 
-def _check_values(settings: _Keys, sections: dict[str, Any]) -> None:
+def _check_values(settings: _Keys, sections: DeepSpeedSections) -> None:
     """Raises UserError for values that DeepSpeed accepts here and fails on when it builds its engine."""
-    zero, power = sections["zero_optimization"], sections["fp16"].initial_scale_power
+    zero, power = sections.zero_optimization, sections.fp16.initial_scale_power
     if zero.allgather_bucket_size % 2:
         raise UserError(
             f"zero_optimization.allgather_bucket_size: expected a multiple of 2, found {zero.allgather_bucket_size}"
         )
     if power > _LARGEST_SCALE_POWER:
         raise UserError(f"fp16.initial_scale_power: expected at most {_LARGEST_SCALE_POWER}, found {power}")
-    if sections["fp16"].loss_scale:
+    if sections.fp16.loss_scale:
         for key in [key for key in _DYNAMIC_SCALE if key in settings.fp16]:
             raise UserError(
                 f"fp16.{key}: DeepSpeed ignores it with a constant fp16.loss_scale; leave one of them out "
@@ -350,7 +335,7 @@ def _check_values(settings: _Keys, sections: dict[str, Any]) -> None:
         raise UserError("zero_optimization.zero_quantized_weights cannot be combined with torch_autocast; use bf16")
 
 
-def _check_aio(settings: _Keys, zero: Any) -> None:
+def _check_aio(settings: _Keys, zero: ZeroOptimization) -> None:
     offloads = [section.device for section in (zero.offload_optimizer, zero.offload_param) if section is not None]
     if settings.aio is not None and "nvme" not in offloads:
         raise UserError('aio: DeepSpeed ignores it unless zero_optimization offloads to "device": "nvme"')

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.config.deepspeed import OPTIMIZERS, PASSED_ON
 from m6.config.deepspeed_ignored import REFUSED
 from m6.config.image_tokenizer import ImageTokenizerTraining
@@ -117,7 +117,7 @@ def _dataclass_section(settings: type, skipped: set[str]) -> Iterator[str]:
 
 # Sections whose keys are the fields of a dataclass, and the fields that are left out.
 _DATACLASSES: dict[str, tuple[type, set[str]]] = {
-    "m6.model": (M6Config, {"moe"}),
+    "m6.model": (ModelSettings, {"moe"}),
     "m6.moe": (MoEConfig, set()),
 }
 

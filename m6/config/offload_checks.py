@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
 from m6.config.offload import UPDATE_NO_OFFLOADED, OffloadRule, OffloadSettings
 from m6.config.offload_rules import layer_modules, match_rules, resolve_activation_rules, resolve_rules
@@ -16,7 +16,7 @@ _HOST = {"device": "cpu", "pin_memory": True}  # copies from and to pinned memor
 def check_offload(
     settings: OffloadSettings,
     deepspeed: DeepSpeedSettings,
-    model: M6Config,
+    model: ModelSettings,
     pseudo_switch: str | None,
     checkpointing: bool,
 ) -> None:
@@ -75,7 +75,7 @@ def check_offload(
     resolve_activation_rules(settings.rules, model, checkpointing)
 
 
-def apply_offload(settings: OffloadSettings, deepspeed: DeepSpeedSettings, model: M6Config) -> DeepSpeedSettings:
+def apply_offload(settings: OffloadSettings, deepspeed: DeepSpeedSettings, model: ModelSettings) -> DeepSpeedSettings:
     """Adds DeepSpeed's own offload to its settings, where ``m6.offload`` needs it.
 
     Raises:
@@ -92,7 +92,9 @@ def offloads_states(deepspeed: DeepSpeedSettings) -> bool:
     return section.get("device", "none") != "none"
 
 
-def _with_dense_states(rules: list[OffloadRule], model: M6Config, deepspeed: DeepSpeedSettings) -> DeepSpeedSettings:
+def _with_dense_states(
+    rules: list[OffloadRule], model: ModelSettings, deepspeed: DeepSpeedSettings
+) -> DeepSpeedSettings:
     """Turns on DeepSpeed's offload of the optimizer if the rules place all of its state on the host."""
     dense = {(kind, layer) for kind, layer in layer_modules(model) if kind != "expert"}
     named = {

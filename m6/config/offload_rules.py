@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.config.offload import STORED_TENSORS, ModuleKind, OffloadRule, Place, TensorKind
 from m6.errors import UserError
 
@@ -42,7 +42,7 @@ class ExpertPlaces:
     fetched: frozenset[int]
 
 
-def resolve_rules(rules: list[OffloadRule], model: M6Config, dense_states_on_host: bool = False) -> ExpertPlaces:
+def resolve_rules(rules: list[OffloadRule], model: ModelSettings, dense_states_on_host: bool = False) -> ExpertPlaces:
     """Resolves the places of experts, by layer.
 
     Args:
@@ -74,7 +74,7 @@ def resolve_rules(rules: list[OffloadRule], model: M6Config, dense_states_on_hos
     return ExpertPlaces(*(frozenset(layers[name]) for name in ("owned", "streamed", "fetched")))
 
 
-def resolve_activation_rules(rules: list[OffloadRule], model: M6Config, checkpointing: bool) -> ActivationPlaces:
+def resolve_activation_rules(rules: list[OffloadRule], model: ModelSettings, checkpointing: bool) -> ActivationPlaces:
     """Resolves the places of activations.
 
     Raises:
@@ -98,7 +98,7 @@ def resolve_activation_rules(rules: list[OffloadRule], model: M6Config, checkpoi
 
 
 def match_rules(
-    rules: list[OffloadRule], model: M6Config
+    rules: list[OffloadRule], model: ModelSettings
 ) -> dict[tuple[ModuleKind, int | None, TensorKind], tuple[int, Place]]:
     """For each matched (kind, layer, tensor): the number of the last matching rule, and its place."""
     parts = list(layer_modules(model))
@@ -119,7 +119,7 @@ def match_rules(
     return places
 
 
-def layer_modules(model: M6Config) -> Iterator[LayerModule]:
+def layer_modules(model: ModelSettings) -> Iterator[LayerModule]:
     """Yields every kind of module of every layer of the model."""
     yield "embedding", None
     moe = model.moe_config() if model.moe is not None else None

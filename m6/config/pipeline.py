@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, PositiveInt
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.config.deepspeed import DeepSpeedSettings
 from m6.config.slices import check_slices
 from m6.config.tensor import TensorSettings
@@ -101,7 +101,7 @@ class PipelineSettings(Section):
                 f"{num_layers}; use {equal_sizes(num_layers, len(self.layers))}, or leave it out"
             )
 
-    def check_experts(self, model: M6Config) -> None:
+    def check_experts(self, model: ModelSettings) -> None:
         """Raises UserError if a rank has no layer with experts to offload."""
         cut = self.cut(model.num_layers)
         for rank in range(self.num_ranks):
@@ -151,7 +151,9 @@ def equal_sizes(num_layers: int, stages: int) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise(bounds)]
 
 
-def check_pipeline(pipeline: PipelineSettings, run: M6Settings, deepspeed: DeepSpeedSettings, model: M6Config) -> None:
+def check_pipeline(
+    pipeline: PipelineSettings, run: M6Settings, deepspeed: DeepSpeedSettings, model: ModelSettings
+) -> None:
     """Raises UserError if the run asks for something that does not work with a pipeline, or would be ignored."""
     pipeline.check_cut(model.num_layers)
     if run.offload is not None and run.offload.policy == "deepspeed":

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import MODEL_TYPE, ModelSettings
 from m6.architecture.sharing import Sharing
 from m6.config.batch_ramp import BatchSizes
 from m6.config.communication import check_communication
@@ -20,7 +20,6 @@ from m6.config.offload import OffloadSettings
 from m6.config.offload_checks import apply_offload, check_offload
 from m6.config.pipeline import PipelineSettings, check_pipeline
 from m6.config.pipeline_sharing import check_sharing
-from m6.config.pseudo_to_real import check_pseudo_to_real
 from m6.config.section_checks import (
     check_batch_ramp,
     check_deterministic,
@@ -28,6 +27,7 @@ from m6.config.section_checks import (
     check_lora,
     check_overlap,
     check_pictures,
+    check_pseudo_to_real,
     check_schedule,
 )
 from m6.config.sections import M6Settings
@@ -36,7 +36,9 @@ from m6.config.turns import check_turns
 from m6.errors import UserError
 from m6.shipped import shipped_file
 from m6.validation import check_keys, read_document, validate
-from moe.expectation import ExpectedRouting, expected_routing
+
+if TYPE_CHECKING:
+    from moe.expectation import ExpectedRouting
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,13 @@ class RunConfig:
     Attributes:
         m6: the section ``"m6"``.
         deepspeed: DeepSpeed's keys.
-        model: the model's configuration, made of ``m6.model`` and ``m6.moe``.
+        model: the model's settings, made of ``m6.model`` and ``m6.moe``.
         document: the JSON with overrides applied, which RUN/config.json records.
     """
 
     m6: M6Settings
     deepspeed: DeepSpeedSettings
-    model: M6Config
+    model: ModelSettings
     document: dict[str, Any]
 
     @property
@@ -94,6 +96,8 @@ class RunConfig:
         """
         if self.model.moe is None:
             return None
+        from moe.expectation import expected_routing  # with torch
+
         tokens = self.deepspeed.micro_batch_size * self.m6.data.sequence_length
         return expected_routing(self.model.moe_config(), tokens)
 
@@ -180,13 +184,13 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
     Raises:
         UserError: a key or value is wrong, or two of them contradict each other; the message names them.
     """
-    if document.get("model_type") == M6Config.model_type:
+    if document.get("model_type") == MODEL_TYPE:
         raise UserError("belongs to an exported model; expected the JSON or the folder of a run")
     if "m6" not in document:
         raise UserError('the section "m6" is missing: it holds the model, the data and the schedule')
     deepspeed = split_deepspeed({key: value for key, value in document.items() if key != "m6"})
     settings = validate(M6Settings, document["m6"], "m6")
-    model = _model_config(settings)
+    model = _model_settings(settings)
     if settings.training.ep_size > 1 and settings.moe is None:
         raise UserError(
             f"m6.training.ep_size is {settings.training.ep_size} but the model is dense; add m6.moe or leave it at 1"
@@ -232,12 +236,10 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
     return config
 
 
-def _model_config(settings: M6Settings) -> M6Config:
-    # Not the fields that M6Config inherits from transformers: they are no settings of a run.
-    names = {field.name for field in fields(M6Config) if field.name in M6Config.__annotations__} - {"moe"}
-    check_keys(settings.model, names, "m6.model")
+def _model_settings(settings: M6Settings) -> ModelSettings:
+    check_keys(settings.model, {field.name for field in fields(ModelSettings)} - {"moe"}, "m6.model")
     try:
-        return M6Config(**settings.model, moe=settings.moe)
+        return ModelSettings(**settings.model, moe=settings.moe)
     except (ValueError, TypeError) as error:
         # Errors of the mixture of experts begin with the name of its section.
         raise UserError(f"m6.{error}" if str(error).startswith("moe.") else f"m6.model: {error}") from None

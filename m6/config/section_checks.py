@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.config.batch_ramp import BatchSizes
 from m6.config.deepspeed import DeepSpeedSettings
 from m6.config.elastic import ElasticSettings
-from m6.config.sections import LoraSettings, M6Settings, ScheduleSettings
+from m6.config.sections import LoraSettings, M6Settings, PseudoToRealSettings, ScheduleSettings
 from m6.data.objectives import OBJECTIVES, reads_codes
 from m6.errors import UserError
 
@@ -14,7 +14,7 @@ from m6.errors import UserError
 _REDUCTION_KEYS = ("reduce_scatter", "reduce_bucket_size", "overlap_comm", "contiguous_gradients")
 
 
-def check_overlap(settings: M6Settings, deepspeed: DeepSpeedSettings, model: M6Config) -> None:
+def check_overlap(settings: M6Settings, deepspeed: DeepSpeedSettings, model: ModelSettings) -> None:
     """Raises UserError if parts of an exchange have no token each, or an offloaded expert no single gradient."""
     parts = model.moe_config().exchange_parts(settings.training.ep_size)
     length, rows = settings.data.sequence_length, deepspeed.micro_batch_size
@@ -111,7 +111,7 @@ def check_schedule(schedule: ScheduleSettings, total: int) -> None:
             raise UserError(f'm6.schedule.{key}: "decay": "{schedule.decay}" ignores it; leave it out')
 
 
-def check_lora(settings: LoraSettings, model: M6Config, run: M6Settings) -> None:
+def check_lora(settings: LoraSettings, model: ModelSettings, run: M6Settings) -> None:
     """Raises UserError if adapters have no trained weights under them, or no target among the model's parts."""
     if run.init is None:
         raise UserError("m6.lora: adapters belong to weights that are trained already; use m6 finetune with --init")
@@ -158,3 +158,42 @@ def check_pictures(settings: M6Settings) -> None:
         raise UserError(
             f"m6.samples: only a model with m6.objectives.{' or '.join(drawing)} draws pictures; their weights are 0"
         )
+
+
+# Keys of m6.pseudo_to_real that belong to one rule of the switch.
+_SWITCH_KEYS = {
+    "plateau_window_steps": "loss_plateau",
+    "plateau_improvement": "loss_plateau",
+    "correlation_threshold": "gradient_correlation",
+    "correlation_checks": "gradient_correlation",
+}
+
+
+def check_pseudo_to_real(settings: PseudoToRealSettings, model: ModelSettings, run: M6Settings) -> None:
+    """Raises UserError if the section contradicts itself, the model or the rest of the run."""
+    total_steps = run.training.total_steps
+    if run.init is not None:
+        raise UserError(
+            "m6.pseudo_to_real: a run that starts from the weights of m6.init has no Pseudo stage; set it to null, or "
+            "fine-tune with a JSON of configs/finetune"
+        )
+    if settings.switch_step >= total_steps:
+        raise UserError(
+            f"m6.pseudo_to_real.switch_step {settings.switch_step} is not before the end of the run, "
+            f"m6.training.total_steps {total_steps}: no step would be left for the Real model; set "
+            f"m6.pseudo_to_real.switch_step=1 to {total_steps - 1}, or m6.pseudo_to_real=null"
+        )
+    if (settings.learning_rate == "rewarm") != (settings.rewarm_steps is not None):
+        raise UserError(
+            'm6.pseudo_to_real.rewarm_steps belongs to "learning_rate": "rewarm" and is required there; '
+            f'learning_rate is "{settings.learning_rate}"'
+        )
+    for key, switch in _SWITCH_KEYS.items():
+        if key in settings.model_fields_set and settings.switch != switch:
+            raise UserError(
+                f'm6.pseudo_to_real.{key}: "switch": "{settings.switch}" ignores it; it belongs to "{switch}"'
+            )
+    try:
+        settings.sharing(model.num_layers).check(model)
+    except UserError as error:
+        raise UserError(f"m6.pseudo_to_real: {error}") from None

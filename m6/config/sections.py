@@ -238,9 +238,9 @@ class LoggingSettings(Section):
 
 
 class M6Settings(Section):
-    """The ``"m6"`` section. ``model`` and ``moe`` take the fields of ``M6Config`` and ``moe.MoEConfig``."""
+    """The ``"m6"`` section. ``model`` and ``moe`` take the fields of ``ModelSettings`` and ``moe.MoEConfig``."""
 
-    model: dict[str, Any] = Field(default_factory=dict, description="fields of M6Config, see below")
+    model: dict[str, Any] = Field(default_factory=dict, description="fields of ModelSettings, see below")
     moe: dict[str, Any] | None = Field(None, description="fields of moe.MoEConfig, see below; absent: a dense model")
     data: DataSettings
     objectives: ObjectivesSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.data.objectives import OBJECTIVES, is_in_place
 from m6.errors import UserError
 
@@ -16,7 +16,7 @@ SLICED: Literal["1f1b"] = "1f1b"
 """The schedule that runs slices."""
 
 
-def check_slices(slices: int | str, schedule: str, run: M6Settings, model: M6Config) -> None:
+def check_slices(slices: int | str, schedule: str, run: M6Settings, model: ModelSettings) -> None:
     """Raises UserError if rows cannot be cut, or if slices would not learn what whole rows do.
 
     Args:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from m6.architecture.configuration import M6Config
 from m6.architecture.received import (
     PlacementName,
     nearest_num_ranks,
@@ -14,6 +13,7 @@ from m6.architecture.received import (
     received_by_pair,
     side,
 )
+from m6.architecture.settings import ModelSettings
 from m6.config.deepspeed import DeepSpeedSettings
 from m6.errors import UserError
 from m6.validation import Section
@@ -39,7 +39,7 @@ class TensorSettings(Section):
         """The groups in words."""
         return f"matrices divided over {self.num_ranks} ranks, placement {self.placement}"
 
-    def refusal(self, model: M6Config) -> str | None:
+    def refusal(self, model: ModelSettings) -> str | None:
         """Why the matrices of a model cannot be divided so, and the nearest setting; None if they can."""
         q = side(self.placement, self.num_ranks)
         if q is None:
@@ -63,7 +63,7 @@ class TensorSettings(Section):
         )
 
 
-def _misfit(placement: PlacementName, num_ranks: int, model: M6Config) -> tuple[str, int, int] | None:
+def _misfit(placement: PlacementName, num_ranks: int, model: ModelSettings) -> tuple[str, int, int] | None:
     """The first size that the ranks do not divide: its key, the size, and in how many parts it would be."""
     q = side(placement, num_ranks)
     assert q is not None
@@ -78,7 +78,7 @@ def _misfit(placement: PlacementName, num_ranks: int, model: M6Config) -> tuple[
     return None
 
 
-def check_tensor(tensor: TensorSettings, run: M6Settings, deepspeed: DeepSpeedSettings, model: M6Config) -> None:
+def check_tensor(tensor: TensorSettings, run: M6Settings, deepspeed: DeepSpeedSettings, model: ModelSettings) -> None:
     """Raises UserError if the run asks for something that does not work with divided matrices, or never wins."""
     if run.moe is not None:
         raise UserError(f"{_NAME}: {experts_reason(tensor, run, deepspeed, model)}; set {_NAME}=null")
@@ -100,7 +100,7 @@ def check_tensor(tensor: TensorSettings, run: M6Settings, deepspeed: DeepSpeedSe
             raise UserError(f"{section}: {reason}; leave one of them out, or {_NAME}=null")
 
 
-def experts_reason(tensor: TensorSettings, run: M6Settings, deepspeed: DeepSpeedSettings, model: M6Config) -> str:
+def experts_reason(tensor: TensorSettings, run: M6Settings, deepspeed: DeepSpeedSettings, model: ModelSettings) -> str:
     """Why the matrices of experts are not divided: what ranks would receive with a placement, and with ``ep_size``."""
     moe, ranks = model.moe_config(), tensor.num_ranks
     q = side(tensor.placement, ranks)
@@ -116,7 +116,9 @@ def experts_reason(tensor: TensorSettings, run: M6Settings, deepspeed: DeepSpeed
     )
 
 
-def _refused_sections(run: M6Settings, deepspeed: DeepSpeedSettings, model: M6Config) -> list[tuple[str, bool, str]]:
+def _refused_sections(
+    run: M6Settings, deepspeed: DeepSpeedSettings, model: ModelSettings
+) -> list[tuple[str, bool, str]]:
     zero = deepspeed.keys.get("zero_optimization", {})
     return [
         (

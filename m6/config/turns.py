@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.config.offload_rules import resolve_activation_rules
 from m6.config.sections import M6Settings
 from m6.errors import UserError
 
 
-def check_turns(settings: M6Settings, model: M6Config) -> None:
+def check_turns(settings: M6Settings, model: ModelSettings) -> None:
     """Raises UserError if something that the run asks for needs micro-batches one after the other."""
     training, offload = settings.training, settings.offload
     name = f"m6.training.micro_batches_at_once {training.micro_batches_at_once}"

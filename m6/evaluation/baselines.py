@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.config.run import RunConfig
 from m6.data.collate import IGNORED_LABEL, MicroBatch
 from m6.data.manifest import MANIFEST_NAME
@@ -100,7 +100,7 @@ def compute_baselines(
     return losses
 
 
-def _log_book_masses(unigram: NGramModel, config: M6Config) -> Floats:
+def _log_book_masses(unigram: NGramModel, config: ModelSettings) -> Floats:
     """Log probability in nats of the codebook of each token, [V]; 0 for text, which competes with all tokens."""
     if not config.image_vocab_size:
         return np.zeros(config.vocab_size)

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from scipy.special import expit
 
 from m6 import files
+from m6.checkpoints.finetuning import is_exported
 from m6.checkpoints.format import MANIFEST
-from m6.checkpoints.loading import is_exported, load_run_model, newest_complete_checkpoint
+from m6.checkpoints.loading import load_run_model, newest_complete_checkpoint
 from m6.config.run import load_config
 from m6.data.objectives import max_text_tokens
 from m6.errors import UserError

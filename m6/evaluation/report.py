@@ -12,10 +12,10 @@ import torch
 from m6.architecture.special_tokens import IGNORED_LABEL
 from m6.checkpoints.ancestry import kept_initial
 from m6.checkpoints.discovery import complete_checkpoints
+from m6.checkpoints.finetuning import is_exported
 from m6.checkpoints.format import CheckpointReader, step_folder
 from m6.checkpoints.initial import ExportedWeights
 from m6.checkpoints.loading import (
-    is_exported,
     load_run_model,
     load_weights,
     open_newest_checkpoint,

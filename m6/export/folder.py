@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from m6.architecture.configuration import M6Config
 from m6.checkpoints.ancestry import initial_record, write_record
 from m6.checkpoints.loading import (
     keep_learned,
@@ -59,7 +60,7 @@ def export_hf(
     processor = run_processor(run_dir, config, reader)
     try:
         with new_folder(out.absolute()) as temporary:
-            model_config = without_capacity(config.model)
+            model_config = M6Config.of(without_capacity(config.model))
             model_config.architectures, model_config.dtype = [M6ForConditionalGeneration.__name__], dtype
             # On the meta device the model gives names and shapes without memory for its weights.
             with torch.device("meta"):

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.architecture.special_tokens import TARGET
 from m6.model.rotary import Rotation, rotate
 from m6.model.slices import SliceCache
@@ -44,7 +44,7 @@ def prefix_lm_mask(token_type_ids: Tensor, sample_ids: Tensor, past_length: int 
 class Attention(nn.Module):
     """Multi-head self-attention with one projection for queries, keys and values."""
 
-    def __init__(self, config: M6Config) -> None:
+    def __init__(self, config: ModelSettings) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.dropout = config.attention_dropout

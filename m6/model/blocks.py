@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.model.attention import Attention
 from m6.model.rotary import Rotation
 from m6.model.slices import SliceCache
@@ -21,7 +21,7 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, and its low half too: a generator of t
 class DenseFFN(nn.Module):
     """The dense feed-forward: two matrices with GELU between them."""
 
-    def __init__(self, config: M6Config) -> None:
+    def __init__(self, config: ModelSettings) -> None:
         super().__init__()
         self.input = DeferredLinear(config.hidden_size, config.ffn_hidden_size)
         self.output = DeferredLinear(config.ffn_hidden_size, config.hidden_size)
@@ -51,7 +51,7 @@ class BlockOutput(NamedTuple):
 class M6Block(GradientCheckpointingLayer):
     """A pre-LN block: x + attention(norm(x)), then x + ffn(norm(x)); the feed-forward is dense or sparse."""
 
-    def __init__(self, config: M6Config, layer_index: int) -> None:
+    def __init__(self, config: ModelSettings, layer_index: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         sparse = config.is_moe_layer(layer_index)

@@ -4,14 +4,14 @@ from collections.abc import Iterable
 
 import torch
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.architecture.sharing import SharedPart, Sharing
 from m6.model.embeddings import NUM_SEGMENTS
 from m6.model.patch_encoders import build_patch_encoder
 
 
 def num_parameters(
-    config: M6Config, sharing: Sharing | None = None, experts_per_token: float | None = None
+    config: ModelSettings, sharing: Sharing | None = None, experts_per_token: float | None = None
 ) -> dict[str, int]:
     """Counts the parameters of ``M6ForConditionalGeneration(config)`` by part.
 

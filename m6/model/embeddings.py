@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.architecture.special_tokens import IMAGE, SOURCE
 from m6.errors import UserError
 from m6.model.patch_encoders import build_patch_encoder
@@ -17,7 +17,7 @@ class M6Embeddings(nn.Module):
     With ``code_grid_size`` the embeddings of an image code's row and column are added too, also where it is hidden.
     """
 
-    def __init__(self, config: M6Config) -> None:
+    def __init__(self, config: ModelSettings) -> None:
         super().__init__()
         self.image_token_id = config.image_token_id
         self.num_patches = config.num_patches

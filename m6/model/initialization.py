@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from m6.architecture.adapter_names import DOWN, UP
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.model.patch_encoders import EfficientNetPatchEncoder
 
 
@@ -33,7 +33,7 @@ def initialize_parameters(model: PreTrainedModel, seed: int, only_missing: bool 
     pretrained = [module for module in model.modules() if isinstance(module, EfficientNetPatchEncoder)]
     if only_missing:
         pretrained = [module for module in pretrained if not _is_loaded(next(module.trunk.parameters()))]
-    config = cast(M6Config, model.config)
+    config = cast(ModelSettings, model.config)
     done: set[int] = set()
     for module_name, module in model.named_modules():
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
@@ -48,7 +48,7 @@ def initialize_parameters(model: PreTrainedModel, seed: int, only_missing: bool 
 
 
 @torch.no_grad()
-def initialize_part(part: nn.Module, name: str, config: M6Config, seed: int) -> None:
+def initialize_part(part: nn.Module, name: str, config: ModelSettings, seed: int) -> None:
     """Initializes the parameters of one module like ``initialize_parameters``; ``name`` is its name in the model."""
     for parameter_name, tensor in part.named_parameters(recurse=False):
         _initialize(tensor, f"{name}.{parameter_name}".removeprefix("model."), part, config, seed)
@@ -58,7 +58,7 @@ def _is_loaded(tensor: Tensor) -> bool:
     return getattr(tensor, "_is_hf_initialized", False)
 
 
-def _initialize(tensor: Tensor, name: str, module: nn.Module, config: M6Config, seed: int) -> None:
+def _initialize(tensor: Tensor, name: str, module: nn.Module, config: ModelSettings, seed: int) -> None:
     shard = getattr(tensor, "shard", None)
     if shard is not None:  # a part of a matrix that is divided over ranks
         whole = tensor.new_empty(shard.shape)
@@ -86,7 +86,7 @@ def _initialize(tensor: Tensor, name: str, module: nn.Module, config: M6Config, 
         _draw(tensor, _deviation(name, tensor, config), seed, name)
 
 
-def _deviation(name: str, tensor: Tensor, config: M6Config) -> float:
+def _deviation(name: str, tensor: Tensor, config: ModelSettings) -> float:
     if name.endswith(DOWN):
         return 1 / math.sqrt(3 * tensor.shape[-1])  # as wide as the uniform numbers of peft
     deviation = config.initializer_range

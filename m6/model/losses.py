@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 
 ROWS_IN_CACHE = 64  # of logits, whose loss a CPU computes at once
 
 
-def losses_of_states(hidden_states: Tensor, table: Tensor, targets: Tensor, config: M6Config) -> Tensor:
+def losses_of_states(hidden_states: Tensor, table: Tensor, targets: Tensor, config: ModelSettings) -> Tensor:
     """The loss of each target, [N] in at least fp32.
 
     Args:
@@ -26,12 +26,12 @@ def losses_of_states(hidden_states: Tensor, table: Tensor, targets: Tensor, conf
     return _losses(targets, config, lambda rows, tokens: F.linear(hidden_states[rows], table[tokens]))
 
 
-def losses_of_logits(logits: Tensor, targets: Tensor, config: M6Config) -> Tensor:
+def losses_of_logits(logits: Tensor, targets: Tensor, config: ModelSettings) -> Tensor:
     """The same as :func:`losses_of_states`, from the logits [N, V] of the whole joint vocabulary."""
     return _losses(targets, config, lambda rows, tokens: logits[rows][:, tokens])
 
 
-def _losses(targets: Tensor, config: M6Config, logits_of: Callable[[Tensor | slice, slice], Tensor]) -> Tensor:
+def _losses(targets: Tensor, config: ModelSettings, logits_of: Callable[[Tensor | slice, slice], Tensor]) -> Tensor:
     first, size = config.first_code_id, max(1, config.codebook_size)
     books = (targets - first).div(size, rounding_mode="floor").clamp(min=-1)  # -1: text
     present: list[int] = books.unique().tolist()

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils.generic import can_return_tuple
 
 from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.architecture.special_tokens import IGNORED_LABEL, TARGET
 from m6.errors import UserError
 from m6.model.attention import prefix_lm_mask
@@ -36,6 +37,9 @@ class M6PreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
 
+    def __init__(self, config: ModelSettings) -> None:
+        super().__init__(M6Config.of(config))
+
     def initialize_weights(self) -> None:
         """Initializes what no checkpoint has filled; the values depend on ``torch.manual_seed``.
 
@@ -61,7 +65,7 @@ class M6PreTrainedModel(PreTrainedModel):
 class M6Model(M6PreTrainedModel):
     """Embeddings, blocks and final norm, without the language-model head."""
 
-    def __init__(self, config: M6Config) -> None:
+    def __init__(self, config: ModelSettings) -> None:
         super().__init__(config)
         self.embeddings = M6Embeddings(config)
         self.layers = nn.ModuleList(M6Block(config, index) for index in range(config.num_layers))
@@ -214,9 +218,9 @@ class M6Model(M6PreTrainedModel):
 class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
     """The model with its head over the joint vocabulary; the head's matrix is the token embedding."""
 
-    def __init__(self, config: M6Config) -> None:
+    def __init__(self, config: ModelSettings) -> None:
         super().__init__(config)
-        self.model = M6Model(config)
+        self.model = M6Model(self.config)
         # transformers' generate reads the special tokens from here, not from the model's configuration.
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(self.generation_config, name, getattr(config, name))

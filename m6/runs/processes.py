@@ -19,9 +19,8 @@ from torch.distributed import distributed_c10d
 
 from m6.config.deepspeed import prepare_deepspeed
 from m6.errors import RetryableError, StorageError, UserError
+from m6.runs.environment import is_under_srun, rank_variables
 
-# The variables of torchrun and deepspeed, and those of srun with the same meaning.
-_RANK_VARIABLES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 COLLECTIVE_TIMEOUT_S = 1800.0
 """How long a collective waits for a rank. A rank that others wait for in a collective waits for anything else for less:
 they would otherwise end before it can say what it waited for."""
@@ -148,12 +147,8 @@ def keep_freed_memory(device: torch.device) -> None:
 
 def _complete_environment() -> None:
     """Sets the variables of torchrun where another launcher, or none, started this process."""
-    under_launcher = "RANK" in os.environ
-    # SLURM_PROCID alone is not enough: an interactive shell that srun started has it too.
-    under_srun = not under_launcher and "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ
-    for name, slurm_name in _RANK_VARIABLES.items():
-        fallback = "1" if name == "WORLD_SIZE" else "0"
-        os.environ.setdefault(name, os.environ[slurm_name] if under_srun else fallback)
+    under_srun = is_under_srun()
+    os.environ.update(rank_variables())
     # Of --gpus-per-task=1 and --gpu-bind=single:1, or of any launcher that names one card for each rank: each sees its
     # own card alone, whose number is 0 then. DeepSpeed reads this, too.
     is_bound = under_srun or _names_one(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
@@ -172,18 +167,6 @@ def _check_address(world_size: int) -> None:
                 f"{name} is not set, by which the {world_size} processes of WORLD_SIZE find each other; torchrun, "
                 "deepspeed and the shipped sbatch scripts set it"
             )
-
-
-def world_size_of_environment() -> int:
-    """The number of ranks that the launcher started; needs no process group."""
-    _complete_environment()
-    return int(os.environ["WORLD_SIZE"])
-
-
-def is_main_of_environment() -> bool:
-    """Whether the launcher made this process rank 0; needs no process group."""
-    _complete_environment()
-    return int(os.environ["RANK"]) == 0
 
 
 def own_device() -> torch.device:
@@ -207,21 +190,6 @@ def own_device() -> torch.device:
 def default_device() -> torch.device:
     """The current GPU, or the CPU where there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def ranks_per_node(world_size: int) -> int:
-    """The most ranks of ``world_size`` that the launcher starts on a node, or all if it does not say so.
-
-    Needs no process group.
-    """
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # of torchrun and deepspeed, inside of a job of Slurm, too
-        if name in os.environ:
-            return int(os.environ[name])
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
-        if name in os.environ:  # such as 8(x3),4: 8 tasks on each of 3 nodes and 4 on another
-            # A process that srun did not start has the variables of its job.
-            return min(world_size, max(int(part.split("(")[0]) for part in os.environ[name].split(",")))
-    return world_size
 
 
 def on_main_rank(work: Callable[[], _Result]) -> _Result:

@@ -15,9 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from m6.config.run import RunConfig
 from m6.files import write_json, write_text
-from m6.runs.hardware import hardware
 from m6.runs.placement import misplacement
-from m6.runs.processes import default_device
 from m6.runs.snapshot import SNAPSHOT, git
 
 # Of the environment only these are recorded, by their whole names: a list of what is secret would never be complete,
@@ -90,6 +88,9 @@ def record_attempt(attempt: Path, config: RunConfig, world_size: int, nodes: Seq
     Args:
         nodes: the name of the node of each rank, if it is known.
     """
+    from m6.runs.hardware import hardware  # with torch, as an attempt has it; readers need none
+    from m6.runs.processes import default_device
+
     attempt.mkdir()
     source = Path(__file__).resolve().parents[2]
     commit, patch = _commit_and_patch(source)

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 import uvicorn
 
-from m6.checkpoints.loading import is_exported, load_run_model
+from m6.checkpoints.finetuning import is_exported
+from m6.checkpoints.loading import load_run_model
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
 from m6.config.run import load_config
 from m6.errors import UserError

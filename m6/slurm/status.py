@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import MODEL_TYPE
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.errors import UserError
 from m6.files import parse_object, read_note
@@ -27,7 +27,7 @@ def describe_status(root: Path) -> str:
     run = RunDirectory(root)
     if not (root / "slurm").is_dir() and not (root / "config.json").is_file():
         raise UserError(f"{root}: holds no run")
-    if _read_json(root / "config.json").get("model_type") == M6Config.model_type:
+    if _read_json(root / "config.json").get("model_type") == MODEL_TYPE:
         raise UserError(f"{root}: holds an exported model; expected the folder of a run")
     lines = [("run", os.path.abspath(root)), ("state", _state(root))]
     if (root / "slurm").is_dir():  # else it has never been submitted

@@ -87,7 +87,7 @@ def plan_submission(
         if restart or not (run / "config.json").exists():
             check_has_model(config, config_path)
     else:
-        from m6.checkpoints.initial import load_finetuning_config
+        from m6.checkpoints.finetuning import load_finetuning_config
 
         config = load_finetuning_config(config_path, init.absolute(), overrides)
     elastic = config.m6.elastic

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from m6.architecture.configuration import M6Config
 from m6.checkpoints.ancestry import keep_initial
 from m6.checkpoints.discovery import open_newest, open_together
 from m6.checkpoints.format import no_sign
@@ -314,7 +315,7 @@ class Trainer:
             "samples_seen": self.samples_seen,
             "tokens_seen": self.tokens_seen,
             **self.data.tokenizer_identities,
-            "model": self.config.model.to_diff_dict(),
+            "model": M6Config.of(self.config.model).to_diff_dict(),
             "lora": self.settings.lora and self.settings.lora.model_dump(),
             "any_world": self.config.sums_depend_on,
             NEXT_RATE: scheduled_rate(self.step, self.config),

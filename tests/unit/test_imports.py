@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import moe
+
 ROOT = Path(__file__).resolve().parents[2]
 FORBIDDEN = {
     "native": {"m6", "moe", "offload", "tests"},
@@ -71,8 +73,7 @@ def test_the_builder_of_kernels_needs_nothing():
         ),
         # What reads a configuration, a run or data needs no model, whose bases take most of the time.
         (
-            "m6.config.run, m6.data.pretraining, m6.runs.directory, m6.slurm.submission, m6.slurm.status, "
-            "m6.plots.run, m6.checkpoints.comparison",
+            "m6.data.pretraining, m6.slurm.status, m6.plots.run, m6.checkpoints.comparison",
             (*HEAVY, "transformers.modeling_utils"),
         ),
     ],
@@ -84,3 +85,15 @@ def test_imports_are_light(modules: str, heavy: tuple[str, ...]):
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "[]\n"
+
+
+def test_moe_gives_its_names_when_they_are_asked_for():
+    """``MoEConfig`` alone needs no torch; tests/unit/cli/test_before_torch.py looks at that."""
+    tree = ast.parse((ROOT / "moe" / "__init__.py").read_text(encoding="utf-8"))
+    typed = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert {*moe.__all__} == typed - {"import_module", "TYPE_CHECKING", "Any"}
+    for name in moe.__all__:
+        assert getattr(moe, name).__module__.startswith("moe."), name
+        assert getattr(moe, name).__name__ == name
+    with pytest.raises(AttributeError, match="module 'moe' has no attribute 'MoELayers'"):
+        getattr(moe, "MoELayers")  # noqa: B009

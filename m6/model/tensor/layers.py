@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from m6.architecture.configuration import M6Config
 from m6.architecture.received import PlacementName
+from m6.architecture.settings import ModelSettings
 from m6.model.blocks import DenseFFN, M6Block
 from m6.model.tensor.grid import Grid
 from m6.model.tensor.placement import BY_NAME, Division, Placement, ProductPlacement, Shard
@@ -23,7 +23,7 @@ _ATTENTION = BY_NAME["1d"]
 
 
 def divide_layers(
-    model: nn.Module, config: M6Config, placement: PlacementName, groups: Sequence[Sequence[int]], rank: int
+    model: nn.Module, config: ModelSettings, placement: PlacementName, groups: Sequence[Sequence[int]], rank: int
 ) -> None:
     """Replaces the dense feed-forwards and the projections of attentions by this rank's parts of them, in place.
 
@@ -100,7 +100,7 @@ class DividedLinear(nn.Module):
 class DividedFFN(DenseFFN):
     """A dense feed-forward whose two matrices are divided."""
 
-    def __init__(self, config: M6Config, placement: Placement, grid: Grid) -> None:
+    def __init__(self, config: ModelSettings, placement: Placement, grid: Grid) -> None:
         with torch.device("meta"):
             super().__init__(config)
         self._placement, self._grid = placement, grid

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.architecture.sharing import Sharing
 from m6.model.blocks import M6Block
 from m6.model.embeddings import M6Embeddings
@@ -64,7 +64,7 @@ class FoldedModel:
         sharing: what the layers share in the Pseudo stage; None: nothing.
     """
 
-    config: M6Config
+    config: ModelSettings
     blocks: tuple[tuple[Block, int, int], ...]
     sharing: Sharing | None = None
 
@@ -113,7 +113,7 @@ class FoldedModel:
         }
 
 
-def fold(config: M6Config, sharing: Sharing | None = None) -> FoldedModel:
+def fold(config: ModelSettings, sharing: Sharing | None = None) -> FoldedModel:
     """Builds each distinct block once, on the meta device.
 
     Args:
@@ -134,7 +134,7 @@ def fold(config: M6Config, sharing: Sharing | None = None) -> FoldedModel:
 
 
 def _layers(
-    block_type: BlockType, layer: nn.Module, layers: list[int], config: M6Config, sharing: Sharing | None
+    block_type: BlockType, layer: nn.Module, layers: list[int], config: ModelSettings, sharing: Sharing | None
 ) -> list[tuple[Block, int, int]]:
     """The entries of ``layers``, which are all equal to ``layer``."""
     if sharing is None:
@@ -148,7 +148,7 @@ def _layers(
 def _block(
     block_type: BlockType,
     module: nn.Module,
-    config: M6Config,
+    config: ModelSettings,
     includes: Callable[[str], bool] = lambda name: True,
 ) -> Block:
     """The parameters of ``module`` whose names ``includes`` accepts."""

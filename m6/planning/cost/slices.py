@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.counting import num_parameters
@@ -46,7 +46,7 @@ class SliceChoice:
         return cuts
 
 
-def slice_work(model: M6Config, rows: int, ep_size: int) -> Callable[[int, int], float]:
+def slice_work(model: ModelSettings, rows: int, ep_size: int) -> Callable[[int, int], float]:
     """How long a stage computes a slice, in FLOPs of all layers: (tokens of the slice, tokens before it) -> FLOPs.
 
     A slice takes at least as long as the memory moves the weights of the layers, and their gradients.

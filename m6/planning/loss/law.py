@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import Field, model_validator
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.model.counting import num_parameters
 from m6.validation import Section
 
@@ -31,7 +31,7 @@ class Scale:
     tokens: float
 
     @classmethod
-    def of(cls, model: M6Config, tokens: float, experts_per_token: float | None = None) -> Scale:
+    def of(cls, model: ModelSettings, tokens: float, experts_per_token: float | None = None) -> Scale:
         """The scale of a model that trains on so many tokens.
 
         Args:

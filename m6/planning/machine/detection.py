@@ -9,7 +9,7 @@ import torch
 
 from m6.errors import UserError, nearest
 from m6.planning.machine.cluster import CLUSTERS, Cluster, Nodes, load_cluster
-from m6.runs.processes import ranks_per_node
+from m6.runs.environment import ranks_per_node
 
 
 def detect_cluster(world_size: int) -> Cluster:

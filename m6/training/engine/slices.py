@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.architecture.special_tokens import IGNORED_LABEL, IMAGE
 from m6.data.collate import MicroBatch
 
@@ -33,7 +33,7 @@ class Slice:
     seed: int
 
 
-def slices_of(batch: MicroBatch, number: int, seed: int, cuts: list[int], model: M6Config) -> list[Slice]:
+def slices_of(batch: MicroBatch, number: int, seed: int, cuts: list[int], model: ModelSettings) -> list[Slice]:
     """The slices of a micro-batch in the order of its tokens.
 
     Args:
@@ -49,7 +49,7 @@ def slices_of(batch: MicroBatch, number: int, seed: int, cuts: list[int], model:
     ]
 
 
-def cut(batch: MicroBatch, begin: int, end: int, model: M6Config) -> MicroBatch:
+def cut(batch: MicroBatch, begin: int, end: int, model: ModelSettings) -> MicroBatch:
     """The tokens ``[begin, end)`` of all rows.
 
     Returns:
@@ -76,7 +76,7 @@ def cut(batch: MicroBatch, begin: int, end: int, model: M6Config) -> MicroBatch:
     )
 
 
-def _pictures(batch: MicroBatch, begin: int, end: int, model: M6Config) -> Tensor:
+def _pictures(batch: MicroBatch, begin: int, end: int, model: ModelSettings) -> Tensor:
     """The pictures whose placeholders are in a slice: no legal cut is inside of one."""
     is_patch = (batch.input_ids == model.image_token_id) & (batch.token_type_ids == IMAGE)
     places = torch.nonzero(is_patch)[:, 1][:: model.num_patches]

@@ -16,7 +16,7 @@ from m6.config.offload_rules import LayerModule, resolve_activation_rules, resol
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.planning.cost.expert_store import expert_optimizer, gradient_dtype_of, next_weights_of
-from m6.runs.processes import ranks_per_node
+from m6.runs.environment import ranks_per_node
 from m6.training.offloading.dry_trace import ActivationTraffic, describe_shortage, dry_trace
 from m6.training.offloading.modules import ExpertUse
 from offload import (

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.config.run import RunConfig
 from moe import MoELayer, RoutingStats
 from moe.groups import by_prototype
@@ -32,7 +32,7 @@ class ExpertHealth:
         config: of the model.
     """
 
-    def __init__(self, model: nn.Module, config: M6Config) -> None:
+    def __init__(self, model: nn.Module, config: ModelSettings) -> None:
         self._config = config
         layers = {module for module in model.modules() if isinstance(module, MoELayer)}
         self._traffic = [layer.dispatcher.traffic for layer in layers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.model.counting import num_parameters
 from offload import CudaDevice
 
@@ -28,7 +28,7 @@ _WITHOUT_BF16 = ("V100",)
 
 
 def training_flops(
-    config: M6Config,
+    config: ModelSettings,
     tokens: float,
     targets: float,
     pictures: float,

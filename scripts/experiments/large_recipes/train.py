@@ -41,9 +41,10 @@ from m6.runs.directory import RunDirectory
 from m6.runs.processes import Runtime, start
 from m6.training.loop import Trainer
 from moe import MoELayer
+from moe.config import Payload
 from moe.dispatch import LocalDispatcher
 from moe.experts import Experts
-from moe.payload import CODECS, Codec, Payload
+from moe.payload import CODECS, Codec
 from moe.routing import Routing
 from scripts.experiments.experiment import ResultTable, code_version
 from scripts.experiments.large_recipes.miniature import (

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from m6.architecture.configuration import M6Config
+from m6.architecture.settings import ModelSettings
 from m6.config.run import load_config
 from m6.evaluation.baselines import compute_baselines
 from m6.model.counting import num_parameters
@@ -163,7 +163,7 @@ def run_grid(seeds: int, recipe: bool) -> None:
         print(f"{table.path.name}: {identity}, {cpu_s:.0f} s", flush=True)
 
 
-def summary(model: M6Config, sequence_length: int, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(model: ModelSettings, sequence_length: int, metrics: list[dict[str, Any]]) -> dict[str, Any]:
     """What a run's row says: its last validation, and its routing as the mean over the second half of training.
 
     ``load_cv`` and ``dropped`` are means over the routers; the load is that of the steps of one log interval, after
@@ -194,7 +194,7 @@ def tenths(losses: list[float]) -> list[float]:
     return [float(np.mean(part)) for part in np.array_split(losses, min(10, len(losses)))]
 
 
-def flops_per_token(model: M6Config, sequence_length: int, dropped: np.ndarray) -> float:
+def flops_per_token(model: ModelSettings, sequence_length: int, dropped: np.ndarray) -> float:
     """FLOPs of forward and backward for one token of text in the layers, the output matrix left out.
 
     Args:

@@ -1,12 +1,16 @@
 """DeepSpeed's part of a run's JSON: whatever DeepSpeed would ignore, or refuse late and deep inside, is told early."""
 
 import copy
-from typing import Any
+import json
+from collections.abc import Iterator
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from m6.config.deepspeed import split_deepspeed
 from m6.config.deepspeed_ignored import REFUSED
+from m6.config.deepspeed_sections import DeepSpeedSections
 from m6.errors import UserError
 
 BASE: dict[str, Any] = {
@@ -90,8 +94,8 @@ DEEP = [
     (keys(bf16={"enable": True}), 'bf16.enable: unknown key; did you mean "enabled"?'),
     (keys(fp16={"loss_scale_windows": 3}), 'fp16.loss_scale_windows: unknown key; did you mean "loss_scale_window"?'),
     (keys(fp16={"loss_scale": 8, "hysteresis": 1}), "fp16.hysteresis: DeepSpeed ignores it with a constant"),
-    (keys(fp16={"loss_scale": "big"}), "fp16.loss_scale: fp16.loss_scale must be a number"),
-    (keys(fp16={"enabled": True, "min_loss_scale": 0}), "fp16.min_loss_scale must be > 0"),
+    (keys(fp16={"loss_scale": "big"}), "fp16.loss_scale: input should be a valid number"),
+    (keys(fp16={"enabled": True, "min_loss_scale": 0}), "fp16.min_loss_scale: input should be greater than 0, found 0"),
     (keys(comms_logger={"verbos": True}), 'comms_logger.verbos: unknown key; did you mean "verbose"?'),
     (keys(torch_autocast={"enabled": True}), "torch_autocast.dtype: missing"),
     ({**zero(1), "bf16": {"enabled": True}, "torch_autocast": AUTOCAST}, "torch_autocast: is for weights in fp32, and"),
@@ -149,3 +153,87 @@ def test_a_precision_that_the_device_has_not(monkeypatch: pytest.MonkeyPatch, pr
     monkeypatch.setattr(get_accelerator(), f"is_{precision}_supported", lambda: False)
     with pytest.raises(UserError, match=rf"{precision}.enabled: the \w+ of this machine does not support it"):
         settings.check_device()
+
+
+def section_pairs() -> Iterator[tuple[str, type[BaseModel], type[BaseModel]]]:
+    """Each section, with its model here and that of DeepSpeed; sections of sections follow their section."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    of_deepspeed = {
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "comms_logger": CommsLoggerConfig,
+        "zero_optimization": DeepSpeedZeroConfig,
+    }
+    pairs = [
+        (name, model_in(ours.annotation), of_deepspeed[name]) for name, ours in DeepSpeedSections.model_fields.items()
+    ]
+    for name, ours, theirs in pairs:
+        assert ours is not None
+        yield name, ours, theirs
+        for key, field in ours.model_fields.items():
+            if (inner := model_in(field.annotation)) is not None:
+                pairs.append((f"{name}.{key}", inner, model_in(theirs.model_fields[key].annotation)))
+
+
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    options = (annotation, *get_args(annotation))
+    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
+
+
+def test_deepspeed_has_the_same_keys():
+    """A key of DeepSpeed is accepted or refused with a reason. One that an upgrade adds fails here."""
+    seen = []
+    for name, ours, theirs in section_pairs():
+        keys = {field.alias or key for key, field in theirs.model_fields.items()}
+        refused = {key.removeprefix(f"{name}.") for key in REFUSED if key.rpartition(".")[0] == name}
+        assert ours.model_fields.keys() | refused == keys, name
+        assert not ours.model_fields.keys() & refused, name
+        seen.append(name)
+    inner = ["offload_param", "offload_optimizer", "leaf_module"]
+    assert seen == ["bf16", "fp16", "comms_logger", "zero_optimization", *(f"zero_optimization.{key}" for key in inner)]
+
+
+VALUES: list[Any] = [
+    *(True, False, None, "true", "off", "x", "1", "none", "cpu", "nvme", "/x"),
+    *(0, 1, 2, 3, 4, -1, 1.0, 1.5, -0.5, 1e8, 5e8, 1e17, 1e18),
+    *([], ["x"], [1], {}, {"x": 1}),
+]
+
+
+def test_deepspeed_accepts_what_is_accepted_here():
+    """It would otherwise refuse a value with a traceback on every rank. What is accepted also means the same to it."""
+    compared = 0
+    for name, ours, theirs in section_pairs():
+        names = {field.alias or key: key for key, field in theirs.model_fields.items()}
+        for key in ours.model_fields:
+            for value in VALUES:
+                # The constant loss scale and the dynamic one are checked only where fp16 is on.
+                document = {key: value} if name != "fp16" or key == "enabled" else {"enabled": True, key: value}
+                try:
+                    read = ours.model_validate_json(json.dumps(document))
+                except ValidationError:
+                    continue
+                found = theirs(**document).model_dump()[names[key]]
+                expected = read.model_dump()[key]
+                if isinstance(expected, (bool, int, float)):
+                    assert (found, type(found)) == (expected, type(expected)), (name, document)
+                    compared += 1
+    assert compared > 150
+
+
+def test_deepspeed_has_the_same_defaults():
+    for name, ours, theirs in section_pairs():
+        defaults = {field.alias or key: field.get_default() for key, field in theirs.model_fields.items()}
+        for key, field in ours.model_fields.items():
+            if isinstance(default := field.get_default(), (bool, int, float, str)):
+                assert default == defaults[key], f"{name}.{key}"
+
+
+@pytest.mark.parametrize("key", ["reduce_bucket_size", "allgather_bucket_size"])
+def test_a_size_may_be_written_with_an_exponent_and_true_is_none(key: str):
+    assert split_deepspeed(zero(1, **{key: 5e8})).zero_stage == 1
+    with pytest.raises(UserError, match=rf"zero_optimization\.{key}: input should be a number, found True"):
+        split_deepspeed(zero(1, **{key: True}))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from m6.checkpoints.initial import load_finetuning_config
+from m6.checkpoints.finetuning import load_finetuning_config
 from m6.config.run import load_config
 from m6.errors import UserError
 from m6.shipped import CONFIGS

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from m6.architecture.settings import ModelSettings
 from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 from m6.errors import UserError
 from m6.model import M6Config, M6ForConditionalGeneration, num_parameters
@@ -105,6 +106,27 @@ def test_configuration_survives_a_file(tiny_config, tmp_path):
     assert type(loaded) is M6Config
     loaded.name_or_path = config.name_or_path
     assert loaded.to_dict() == config.to_dict()
+
+
+def test_plain_settings_make_the_same_model(tiny_config):
+    """A run's settings are plain data; transformers' class has the same values and checks."""
+    values = {"num_layers": 3, "hidden_size": 64, "codes_per_place": 2, "moe": {"num_experts": 4}}
+    plain, config = ModelSettings(**values), M6Config(**values)
+    assert M6Config.of(plain) == config
+    assert M6Config.of(config) is config
+    names = {name for name in vars(ModelSettings) if isinstance(getattr(ModelSettings, name), property)}
+    assert {"vocab_size", "pad_token_id", "num_patches"} < names
+    assert {name: getattr(plain, name) for name in names} == {name: getattr(config, name) for name in names}
+    assert (plain.moe_config(), plain.is_moe_layer(1)) == (config.moe_config(), config.is_moe_layer(1))
+    with torch.device("meta"):
+        models = [M6ForConditionalGeneration(settings) for settings in (plain, config)]
+    assert models[0].config == config
+    assert models[1].config is config
+    assert models[0].config.moe is not plain.moe, "a model may change its own configuration"
+    shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in models]
+    assert shapes[0] == shapes[1]
+    with pytest.raises(UserError, match="num_layers must be a positive integer, found 0"):
+        ModelSettings(num_layers=0)
 
 
 @pytest.mark.parametrize(("frequency", "sparse"), [(1, [0, 1, 2, 3]), (2, [1, 3]), (3, [2])])

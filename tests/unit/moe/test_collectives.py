@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe.collectives import Collectives, Traffic
-from moe.payload import BFloat16, Codec, Float8, Identity, Payload
+from moe.config import Payload
+from moe.payload import BFloat16, Codec, Float8, Identity
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from moe import MoEConfig
+from moe.config import Payload
 from moe.exchange_traffic import exchange_traffic, nodes_of_token
-from moe.payload import CODECS, Payload
+from moe.payload import CODECS
 from tests.fixtures.moe_reference import every_choice
 
 

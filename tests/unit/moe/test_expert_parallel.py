@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 
 from moe import MoEConfig
+from moe.exchange_steps import exchange_steps
 from moe.exchange_traffic import exchange_traffic
-from moe.expert_parallel import exchange_steps
 
 
 def steps(ep_size: int, **settings: object) -> str:

@@ -23,7 +23,7 @@ def test_layout_survives_the_journey_through_json():
     ):
         changed = configured(config, asked)
         assert layout_of(changed, asked.world_size) == asked
-        assert changed.model.to_dict() == config.model.to_dict()
+        assert changed.model == config.model
         assert changed.deepspeed.train_batch_size == config.deepspeed.train_batch_size
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from m6.errors import UserError
-from m6.runs.processes import own_device, ranks_per_node
+from m6.runs.environment import is_main_of_environment, ranks_per_node, world_size_of_environment
+from m6.runs.processes import own_device
 
 CODE = """
 import torch
@@ -154,3 +155,34 @@ def test_the_card_of_a_rank(
         else:
             assert own_device() == torch.device("cuda", card)
             assert os.environ["LOCAL_RANK"] == str(card), "which DeepSpeed reads"
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank", "world_size"),
+    [
+        ({}, 0, 1),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, 3, 4),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "MASTER_ADDR": "node1"}, 3, 4),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}, 0, 1),  # a shell that srun started
+        # torchrun inside of a job
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
+            | {"SLURM_LOCALID": "1", "MASTER_ADDR": "node1"},
+            0,
+            2,
+        ),
+    ],
+)
+def test_what_a_launcher_says_is_read_and_not_changed(
+    variables: dict[str, str], rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+):
+    """The device is chosen later by the same variables, so that the launcher has to be known then, too."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "MASTER_"))]:
+        monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    assert (is_main_of_environment(), world_size_of_environment()) == (rank == 0, world_size)
+    assert dict(os.environ) == before
