@@ -48,6 +48,16 @@ class BatchSizes:
             samples, rest = samples + steps * stage.batch_size, rest - steps
         return samples + rest * self.final
 
+    def micro_batches(self, micro_batch_size: int, ranks: int) -> dict[str, int]:
+        """Key and value of each batch -> micro-batches of a rank in its steps.
+
+        Args:
+            ranks: those that read different micro-batches; they divide every batch, see ``refusal``.
+        """
+        batches = {f"m6.training.batch_ramp: batch_size {stage.batch_size}": stage.batch_size for stage in self.ramp}
+        batches[f"train_batch_size {self.final}"] = self.final
+        return {name: samples // (micro_batch_size * ranks) for name, samples in batches.items()}
+
     def refusal(self, micro_batch_size: int, ranks: int) -> str | None:
         """Why so many ranks cannot compute every batch in micro-batches of this size; None if they can."""
         per_micro_step = micro_batch_size * ranks

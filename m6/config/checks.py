@@ -39,10 +39,20 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
         _check_pipeline(config, config.pipeline, world_size)
     if config.tensor is not None:
         _check_tensor(config.tensor, world_size)
-    accumulation = config.accumulation_steps(world_size)
-    turn_refusal = turns_refusal(config.m6.training.micro_batches_at_once, accumulation)
-    if turn_refusal is not None:
-        raise UserError(turn_refusal)
+    accumulation, data_size = config.accumulation_steps(world_size), config.data_size(world_size)
+    ramp_refusal = config.batch_sizes.refusal(config.deepspeed.micro_batch_size, data_size)
+    if ramp_refusal is not None:
+        raise UserError(ramp_refusal)
+    ep_size = config.m6.training.ep_size
+    if world_size % ep_size:
+        raise UserError(
+            f"m6.training.ep_size {ep_size} does not divide the world size {world_size}; use a divisor of it"
+        )
+    numbers = config.batch_sizes.micro_batches(config.deepspeed.micro_batch_size, data_size)
+    for batch, micro_batches in numbers.items():
+        refusal = _number_refusal(config, micro_batches, data_size)
+        if refusal is not None:
+            raise UserError(f"{batch}: {refusal}")
     # An update in the backward pass uses a gradient at once, so it cannot add up those of several passes.
     updates_at_once = config.expert_store is not None and config.expert_store.update == "backward"
     if updates_at_once and config.backward_passes(world_size) > 1:
@@ -51,18 +61,6 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
             f"all of them, but train_batch_size {config.deepspeed.train_batch_size} makes {accumulation} on "
             f"{world_size} ranks"
         )
-    ramp_refusal = config.batch_sizes.refusal(config.deepspeed.micro_batch_size, config.data_size(world_size))
-    if ramp_refusal is not None:
-        raise UserError(ramp_refusal)
-    ep_size = config.m6.training.ep_size
-    if world_size % ep_size:
-        raise UserError(
-            f"m6.training.ep_size {ep_size} does not divide the world size {world_size}; use a divisor of it"
-        )
-    if config.m6.training.deterministic is not None:
-        refusal = tree_refusal(accumulation * world_size, world_size, ep_size)
-        if refusal is not None:
-            raise UserError(f"train_batch_size {config.deepspeed.train_batch_size}: {refusal}")
     if config.m6.moe is not None:
         try:
             exchange_steps(config.model.moe_config(), ep_size)
@@ -94,16 +92,29 @@ def _check_pipeline(config: RunConfig, pipeline: PipelineSettings, world_size: i
             f"{world_size} / {name}.num_ranks {size}: experts are split inside of a stage; use ep_size "
             f"{max(divisor for divisor in range(1, ep_size + 1) if pipelines % divisor == 0)}"
         )
-    micro_batches = config.accumulation_steps(world_size)
-    refusal = pipeline.micro_batches_refusal(micro_batches)
-    if refusal is not None:
-        runs = next(
-            number
-            for number in range(micro_batches + 1, micro_batches + 2 * size + 1)
-            if pipeline.micro_batches_refusal(number) is None
-        )
-        batch = runs * pipelines * config.deepspeed.micro_batch_size
-        raise UserError(f"train_batch_size {config.deepspeed.train_batch_size}: {refusal}; use {batch}")
+
+
+def _number_refusal(config: RunConfig, micro_batches: int, data_size: int) -> str | None:
+    """Why a rank cannot compute so many micro-batches in a step; None if it can.
+
+    Args:
+        data_size: ranks that read different micro-batches.
+    """
+    training = config.m6.training
+    refusal = turns_refusal(training.micro_batches_at_once, micro_batches)
+    if refusal is None and training.deterministic is not None:
+        refusal = tree_refusal(micro_batches * data_size, data_size, training.ep_size)
+    if refusal is not None or config.pipeline is None:
+        return refusal
+    refusal = config.pipeline.micro_batches_refusal(micro_batches)
+    if refusal is None:
+        return None
+    runs = next(
+        number
+        for number in range(micro_batches + 1, micro_batches + 2 * config.pipeline.num_ranks + 1)
+        if config.pipeline.micro_batches_refusal(number) is None
+    )
+    return f"{refusal}; use {runs * data_size * config.deepspeed.micro_batch_size}"
 
 
 def tree_refusal(micro_batches: int, world_size: int, ep_size: int) -> str | None:

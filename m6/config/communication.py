@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from m6.config.deepspeed import DeepSpeedSettings
 from m6.errors import UserError
 from m6.validation import Section
-
-if TYPE_CHECKING:
-    from m6.config.sections import M6Settings
 
 Reducer = Literal["all_reduce", "top_k", "chunks", "powersgd"]
 _KEYS: dict[str, set[str]] = {
@@ -66,8 +62,8 @@ class CommunicationSettings(Section):
             return 1.0 if step < self.warmup_steps else 0.0
         return float(self.density ** min(1.0, step / self.warmup_steps)) if self.warmup_steps else self.density
 
-    def check(self, deepspeed: DeepSpeedSettings) -> None:
-        """Raises UserError for a key that the reducer lacks or would ignore, or one that contradicts DeepSpeed's."""
+    def check(self) -> None:
+        """Raises UserError for a key that the reducer lacks or would ignore."""
         name = f'm6.communication.gradients "{self.gradients}"'
         for key in sorted(self.model_fields_set - {"gradients"} - _KEYS[self.gradients]):
             owners = ", ".join(f'"{reducer}"' for reducer, keys in _KEYS.items() if key in keys)
@@ -76,37 +72,3 @@ class CommunicationSettings(Section):
             return
         if getattr(self, required := _REQUIRED[self.gradients]) is None:
             raise UserError(f"m6.communication.{required}: missing; {name} needs it")
-        if deepspeed.zero_stage > 1:
-            raise UserError(
-                f"{name}: at zero_optimization.stage {deepspeed.zero_stage} no rank has a whole gradient that it could "
-                "compress; use stage 1 or 0"
-            )
-        if "offload_optimizer" in deepspeed.keys.get("zero_optimization", {}):
-            raise UserError(
-                f"{name}: zero_optimization.offload_optimizer moves gradients to host memory before they are summed; "
-                "leave it out, or offload experts with m6.offload"
-            )
-        if "communication_data_type" in deepspeed.keys:
-            raise UserError(
-                f"{name}: sends gradients in fp32 and would ignore communication_data_type; leave one of them out"
-            )
-
-
-def check_communication(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
-    """Raises UserError if the run cannot send its gradients as ``m6.communication`` says."""
-    settings.communication.check(deepspeed)
-    if not settings.communication.compresses:
-        return
-    name = f'm6.communication.gradients "{settings.communication.gradients}"'
-    if settings.training.deterministic is not None:
-        raise UserError(
-            f'{name}: what is sent depends on the number of ranks, against m6.training.deterministic "any_world"; use '
-            '"all_reduce"'
-        )
-    if settings.lora is not None:
-        raise UserError(f'{name}: adapters of m6.lora have too few gradients to compress; use "all_reduce"')
-    if settings.pseudo_to_real is not None:
-        raise UserError(
-            f"{name}: gradients of shared layers that are not sent yet belong to no layer of the Real model; leave "
-            'm6.pseudo_to_real out, or use "all_reduce"'
-        )

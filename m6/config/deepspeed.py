@@ -179,14 +179,6 @@ class DeepSpeedSettings(BaseModel):
             )
         return accumulation
 
-    def check_experts(self, ep_size: int) -> None:
-        """Raises UserError for expert parallelism at ZeRO stage 3, which DeepSpeed does not support."""
-        if ep_size > 1 and self.zero_stage == 3:
-            raise UserError(
-                f"zero_optimization.stage 3 cannot hold experts split over m6.training.ep_size {ep_size}; "
-                "use stage 0, 1 or 2, or ep_size 1"
-            )
-
     def engine_config(self, replicas: int) -> dict[str, Any]:
         """The dictionary for ``deepspeed.initialize``, without the optimizer, which we build ourselves.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 import textwrap
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from m6.architecture.settings import ModelSettings
+from m6.config.combinations import features, refused_pairs
+from m6.config.combinations import table as combinations_table
 from m6.config.deepspeed import OPTIMIZERS, PASSED_ON
 from m6.config.deepspeed_ignored import REFUSED
 from m6.config.image_tokenizer import ImageTokenizerTraining
@@ -54,6 +57,14 @@ Accepted:
 """
 
 
+_COMBINATIONS = """\
+## Combinations
+
+{refused} of the {pairs} pairs of the features below are refused. Each row is a fact: a feature that needs it does not
+go with a feature that breaks it. A run that asks for several such pairs is told all of them in one message, with a
+remedy for each. What DeepSpeed's keys ask of each other, and numbers (ranks, batches, layers, heads), is checked by
+itself.
+"""
 _IMAGE_TOKENIZER = """\
 ## The image tokenizer
 
@@ -70,6 +81,8 @@ def config_readme() -> str:
         _table(["key", "instead"], [[f"`{key}`", reason] for key, reason in sorted(REFUSED.items())]),
         "## The section `m6`\n",
         *_sections(M6Settings, "m6"),
+        _COMBINATIONS.format(refused=len(refused_pairs()), pairs=math.comb(len(features()), 2)),
+        _table(["a run has or lacks", "needs it", "breaks it"], combinations_table()),
         _IMAGE_TOKENIZER,
         *_sections(ImageTokenizerTraining, ""),
     ]

@@ -6,7 +6,7 @@ from typing import Any
 
 from m6.architecture.settings import ModelSettings
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
-from m6.config.offload import UPDATE_NO_OFFLOADED, OffloadRule, OffloadSettings
+from m6.config.offload import OffloadRule, OffloadSettings
 from m6.config.offload_rules import layer_modules, match_rules, resolve_activation_rules, resolve_rules
 from m6.errors import UserError
 
@@ -17,14 +17,12 @@ def check_offload(
     settings: OffloadSettings,
     deepspeed: DeepSpeedSettings,
     model: ModelSettings,
-    pseudo_switch: str | None,
     checkpointing: bool,
 ) -> None:
     """Checks that the run can be offloaded as the section says.
 
     Args:
         deepspeed: the settings that ``apply_offload`` returned.
-        pseudo_switch: the rule that ends the Pseudo stage; None without a Pseudo stage.
         checkpointing: whether activation checkpointing is on.
 
     Raises:
@@ -32,43 +30,11 @@ def check_offload(
     """
     if settings.policy == "deepspeed":
         return
-    reason = ""
     if model.moe is None:
-        reason = (
-            "only experts are offloaded, but the model is dense; add m6.moe, leave m6.offload out, or use "
+        raise UserError(
+            "m6.offload: only experts are offloaded, but the model is dense; add m6.moe, leave m6.offload out, or use "
             '"policy": "deepspeed"'
         )
-    elif deepspeed.zero_stage == 3:
-        reason = "it needs zero_optimization.stage 0, 1 or 2 for the other parameters, found 3"
-    elif deepspeed.product_dtype != deepspeed.precision:
-        reason = (
-            "offloaded experts are stored in the precision of their computation: use bf16 instead of torch_autocast"
-        )
-    elif settings.optimizer is None and deepspeed.optimizer_type in UPDATE_NO_OFFLOADED:
-        reason = (
-            f"offloaded experts cannot be updated by {deepspeed.optimizer_type}: set m6.offload.optimizer to AdamW, "
-            "Adafactor or SGD"
-        )
-    elif not settings.master_weights and deepspeed.precision == "fp32":
-        reason = '"master_weights": false is for 16-bit experts, but the run is in fp32; use bf16 or fp16'
-    elif pseudo_switch == "gradient_correlation":
-        reason = (
-            "the gradients of offloaded experts cannot be compared between layers: m6.pseudo_to_real.switch must not "
-            "be gradient_correlation"
-        )
-    elif settings.update == "backward" and deepspeed.gradient_clipping:
-        reason = (
-            '"update": "backward" updates experts before the norm is known, which gradient_clipping needs; set it to 0'
-        )
-    elif settings.update == "backward" and deepspeed.precision == "fp16":
-        reason = (
-            '"update": "backward" cannot skip a step, and fp16 finds its loss scale by skipped steps; use bf16, or '
-            '"update": "next_forward"'
-        )
-    elif settings.update == "backward" and pseudo_switch is not None:
-        reason = '"update": "backward" needs one gradient per expert and step, but shared layers give several'
-    if reason:
-        raise UserError(f"m6.offload: {reason}")
     if settings.optimizer is not None:
         settings.optimizer.check()
     resolve_rules(settings.rules, model, dense_states_on_host=offloads_states(deepspeed))

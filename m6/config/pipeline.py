@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import Field, PositiveInt
 
 from m6.architecture.settings import ModelSettings
-from m6.config.deepspeed import DeepSpeedSettings
+from m6.config.combinations import ONE_STAGE
 from m6.config.slices import check_slices
 from m6.config.tensor import TensorSettings
 from m6.errors import UserError
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 Schedule = Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 V_SCHEDULES = ("zbv", "dualpipev")
-_OF_ONE_STAGE = "1f1b"
-# Keys of zero_optimization that do not concern the reduction of gradients, which is not DeepSpeed's under pipelines.
-ZERO_KEYS = ("stage", "allgather_bucket_size")
 
 
 class PipelineSettings(Section):
@@ -52,7 +50,7 @@ class PipelineSettings(Section):
 
     def stages_per_rank(self) -> int:
         """The number of stages of each rank."""
-        if self.schedule == _OF_ONE_STAGE:
+        if self.schedule == ONE_STAGE:
             return 1
         if self.is_v or self.layers is None:
             return 2
@@ -69,6 +67,20 @@ class PipelineSettings(Section):
         if self.is_v:
             return [pipeline_rank, 2 * self.num_ranks - 1 - pipeline_rank]
         return [pipeline_rank + self.num_ranks * index for index in range(self.stages_per_rank())]
+
+    def layers_of(self, pipeline_rank: int, num_layers: int) -> set[int]:
+        """The layers on a rank of the pipeline."""
+        cut = self.cut(num_layers)
+        return {layer for stage in self.stages_of(pipeline_rank) for layer in cut[stage]}
+
+    def describe_rank(self, pipeline_rank: int, num_layers: int) -> str:
+        """The stages and layers on a rank of the pipeline, such as "stages 0 and 3, layers 0-1 and 6-7"."""
+        cut, stages = self.cut(num_layers), self.stages_of(pipeline_rank)
+        layers = [
+            f"{cut[stage][0]}-{cut[stage][-1]}" if len(cut[stage]) > 1 else str(cut[stage][0]) for stage in stages
+        ]
+        numbers = " and ".join(map(str, stages))
+        return f"stage{'s' if len(stages) > 1 else ''} {numbers}, layers {' and '.join(layers)}"
 
     def describe(self, num_layers: int) -> str:
         """The pipeline in words."""
@@ -113,6 +125,21 @@ class PipelineSettings(Section):
                     "m6.parallel.pipeline.layers, or use fewer ranks"
                 )
 
+    def check_adapters(self, targets: Sequence[str], model: ModelSettings) -> None:
+        """Raises UserError if a stage has no adapter: nothing in it would train, nor give a gradient to a stage before.
+
+        Args:
+            targets: of ``m6.lora``.
+        """
+        for number, layers in enumerate(self.cut(model.num_layers)):
+            kinds = {"experts" if model.is_moe_layer(layer) else "dense" for layer in layers} | {"attention"}
+            if not kinds & set(targets):
+                raise UserError(
+                    f"m6.lora.targets {', '.join(targets)}: stage {number} of m6.parallel.pipeline has layers "
+                    f'{layers[0]} to {layers[-1]}, none of which has such matrices; add "attention", or give the '
+                    "stage such a layer by m6.parallel.pipeline.layers"
+                )
+
     def micro_batches_refusal(self, micro_batches: int) -> str | None:
         """Why a pipeline cannot run this number of micro-batches in a step, and the nearest number; None if it can."""
         if self.slices is not None:
@@ -151,76 +178,12 @@ def equal_sizes(num_layers: int, stages: int) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise(bounds)]
 
 
-def check_pipeline(
-    pipeline: PipelineSettings, run: M6Settings, deepspeed: DeepSpeedSettings, model: ModelSettings
-) -> None:
-    """Raises UserError if the run asks for something that does not work with a pipeline, or would be ignored."""
+def check_pipeline(pipeline: PipelineSettings, run: M6Settings, model: ModelSettings) -> None:
+    """Raises UserError if the stages do not fit the model, or rows have no place to be cut."""
     pipeline.check_cut(model.num_layers)
-    if run.offload is not None and run.offload.policy == "deepspeed":
-        raise UserError(
-            'm6.offload.policy "deepspeed": DeepSpeed\'s own offloading was not tried with m6.parallel.pipeline; leave '
-            "one of them out"
-        )
     if run.offload is not None:
         pipeline.check_experts(model)
+    if run.lora is not None:
+        pipeline.check_adapters(run.lora.targets, model)
     if pipeline.slices is not None:
-        check_slices(pipeline.slices, pipeline.schedule, run, model)
-    if deepspeed.zero_stage > 1:
-        raise UserError(
-            f"zero_optimization.stage {deepspeed.zero_stage} divides gradients after each micro-batch, but with "
-            "m6.parallel.pipeline several micro-batches are under way; use stage 1 or 0"
-        )
-    if deepspeed.optimizer_type in ("Lamb", "Lars"):
-        raise UserError(
-            f'optimizer.type "{deepspeed.optimizer_type}": its norms of whole tensors were not tried with '
-            'm6.parallel.pipeline; use "AdamW", "Muon" or "Adafactor"'
-        )
-    for key in deepspeed.keys.get("zero_optimization", {}):
-        if key not in ZERO_KEYS:
-            raise UserError(
-                f"zero_optimization.{key}: with m6.parallel.pipeline our engine reduces gradients and would ignore "
-                f"it; leave it out, only {' and '.join(ZERO_KEYS)} have an effect"
-            )
-    if deepspeed.keys.get("wall_clock_breakdown"):
-        raise UserError("wall_clock_breakdown: DeepSpeed does not see the passes of m6.parallel.pipeline; leave it out")
-    if deepspeed.keys.get("torch_autocast", {}).get("lower_precision_safe_modules"):
-        raise UserError(
-            "torch_autocast.lower_precision_safe_modules chooses gradients that DeepSpeed reduces in 16 bits, but with "
-            "m6.parallel.pipeline our engine reduces them; leave it out, or set communication_data_type"
-        )
-    for section, found, reason in _refused_sections(run):
-        if found:
-            raise UserError(f"{section}: {reason}; leave one of them out, or m6.parallel.pipeline=null")
-
-
-def _refused_sections(run: M6Settings) -> list[tuple[str, bool, str]]:
-    moe: dict[str, Any] = run.moe or {}
-    return [
-        (
-            'm6.training.deterministic "any_world"',
-            run.training.deterministic is not None,
-            "it adds up whole gradients of one rank, which has a part of them with m6.parallel.pipeline",
-        ),
-        ("m6.lora", run.lora is not None, "adapters do not train with m6.parallel.pipeline"),
-        (
-            'm6.pseudo_to_real.switch "gradient_correlation"',
-            run.pseudo_to_real is not None and run.pseudo_to_real.switch == "gradient_correlation",
-            "it compares gradients of layers that are on several ranks of m6.parallel.pipeline; use another rule",
-        ),
-        (
-            "m6.communication",
-            run.communication.compresses,
-            "it compresses gradients of whole models, of which a rank of m6.parallel.pipeline has a part",
-        ),
-        (
-            "m6.training.batch_ramp",
-            bool(run.training.batch_ramp),
-            "a schedule of m6.parallel.pipeline is made for one number of micro-batches",
-        ),
-        ("m6.samples", run.samples is not None, "no rank of m6.parallel.pipeline has the whole model, which draws"),
-        (
-            'm6.moe.balance_scope "global_batch"',
-            moe.get("balance_scope") == "global_batch",
-            'it adds up the counts of all ranks, which have other layers with m6.parallel.pipeline; use "micro_batch"',
-        ),
-    ]
+        check_slices(pipeline.slices, run)

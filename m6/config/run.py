@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from m6.architecture.settings import MODEL_TYPE, ModelSettings
 from m6.architecture.sharing import Sharing
 from m6.config.batch_ramp import BatchSizes
-from m6.config.communication import check_communication
+from m6.config.combinations import check_combinations
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
 from m6.config.gradient_delay import check_gradient_delay
 from m6.config.offload import OffloadSettings
@@ -22,7 +22,6 @@ from m6.config.pipeline import PipelineSettings, check_pipeline
 from m6.config.pipeline_sharing import check_sharing
 from m6.config.section_checks import (
     check_batch_ramp,
-    check_deterministic,
     check_elastic,
     check_lora,
     check_overlap,
@@ -32,7 +31,6 @@ from m6.config.section_checks import (
 )
 from m6.config.sections import M6Settings
 from m6.config.tensor import TensorSettings, check_tensor
-from m6.config.turns import check_turns
 from m6.errors import UserError
 from m6.shipped import shipped_file
 from m6.validation import check_keys, read_document, validate
@@ -195,13 +193,12 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
         raise UserError(
             f"m6.training.ep_size is {settings.training.ep_size} but the model is dense; add m6.moe or leave it at 1"
         )
-    deepspeed.check_experts(settings.training.ep_size)
     if settings.offload is not None:
-        switch = None if settings.pseudo_to_real is None else settings.pseudo_to_real.switch
         checkpointing = settings.training.activation_checkpointing
         # The checks need DeepSpeed's settings with the offload that the section adds.
         deepspeed = apply_offload(settings.offload, deepspeed, model)
-        check_offload(settings.offload, deepspeed, model, switch, checkpointing)
+        check_offload(settings.offload, deepspeed, model, checkpointing)
+    check_combinations(settings, deepspeed, model)
     if settings.data.sequence_length > model.max_position_embeddings:
         raise UserError(
             f"m6.data.sequence_length {settings.data.sequence_length} exceeds m6.model.max_position_embeddings "
@@ -209,11 +206,7 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
         )
     if settings.moe is not None:
         check_overlap(settings, deepspeed, model)
-    if settings.training.micro_batches_at_once > 1:
-        check_turns(settings, model)
-    if settings.training.deterministic is not None:
-        check_deterministic(settings, deepspeed)
-    check_communication(settings, deepspeed)
+    settings.communication.check()
     if settings.gradient_delay is not None:
         check_gradient_delay(settings.gradient_delay, settings, deepspeed)
     if settings.training.batch_ramp:
@@ -227,9 +220,9 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
         check_elastic(settings.elastic, settings, deepspeed)
     check_pictures(settings)
     if settings.parallel.pipeline is not None:
-        check_pipeline(settings.parallel.pipeline, settings, deepspeed, model)
+        check_pipeline(settings.parallel.pipeline, settings, model)
     if settings.parallel.tensor is not None:
-        check_tensor(settings.parallel.tensor, settings, deepspeed, model)
+        check_tensor(settings.parallel.tensor, model)
     config = RunConfig(m6=settings, deepspeed=deepspeed, model=model, document=document)
     if config.pipeline is not None and config.planned_sharing is not None:
         check_sharing(config.pipeline, config.planned_sharing)

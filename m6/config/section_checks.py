@@ -10,12 +10,9 @@ from m6.config.sections import LoraSettings, M6Settings, PseudoToRealSettings, S
 from m6.data.objectives import OBJECTIVES, reads_codes
 from m6.errors import UserError
 
-# Keys of zero_optimization that say how DeepSpeed reduces gradients.
-_REDUCTION_KEYS = ("reduce_scatter", "reduce_bucket_size", "overlap_comm", "contiguous_gradients")
-
 
 def check_overlap(settings: M6Settings, deepspeed: DeepSpeedSettings, model: ModelSettings) -> None:
-    """Raises UserError if parts of an exchange have no token each, or an offloaded expert no single gradient."""
+    """Raises UserError if parts of an exchange have no token each."""
     parts = model.moe_config().exchange_parts(settings.training.ep_size)
     length, rows = settings.data.sequence_length, deepspeed.micro_batch_size
     tokens = "one token" if rows * length == 1 else f"{rows * length} tokens"
@@ -25,69 +22,11 @@ def check_overlap(settings: M6Settings, deepspeed: DeepSpeedSettings, model: Mod
             f"m6.data.sequence_length {length} has at most {tokens}, too few for one in each part; use "
             f"train_micro_batch_size_per_gpu {-(-parts // length)} or more, or overlap_parts {rows * length}"
         )
-    if parts > 1 and settings.offload is not None and settings.offload.update == "backward":
-        raise UserError(
-            f'm6.moe.overlap_parts {parts}: "update": "backward" of m6.offload needs one gradient per expert and step, '
-            'but each part gives one; use overlap_parts 1 or "update": "next_forward"'
-        )
-
-
-def check_deterministic(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
-    """Raises UserError if something adds up in an order that depends on the number of ranks."""
-    name = 'm6.training.deterministic "any_world"'
-    if deepspeed.zero_stage > 1:
-        raise UserError(
-            f"{name}: zero_optimization.stage {deepspeed.zero_stage} adds up gradients in an order that depends on the "
-            "number of ranks; use stage 1 or 0"
-        )
-    if "offload_optimizer" in deepspeed.keys.get("zero_optimization", {}):
-        raise UserError(
-            f"{name}: with zero_optimization.offload_optimizer DeepSpeed adds up gradients in host memory, in an order "
-            "that depends on the number of ranks; leave it out, or offload experts with m6.offload"
-        )
-    zero = deepspeed.keys.get("zero_optimization", {})
-    ignored = [f"zero_optimization.{key}" for key in _REDUCTION_KEYS if key in zero]
-    if deepspeed.keys.get("communication_data_type"):
-        ignored.append("communication_data_type")
-    if ignored:
-        raise UserError(f"{name}: our engine adds up gradients, in fp32, and would ignore {ignored[0]}; leave it out")
-    if deepspeed.optimizer_type in ("Lamb", "Lars") and deepspeed.zero_stage == 1:
-        raise UserError(
-            f"{name}: at zero_optimization.stage 1 optimizer.type {deepspeed.optimizer_type} adds up norms of the "
-            "parts of tensors, which other numbers of ranks cut elsewhere; use stage 0"
-        )
-    if settings.offload is not None and settings.offload.update == "backward":
-        raise UserError(
-            f'{name}: m6.offload.update "backward" uses each gradient at once and keeps none to add up in order; use '
-            '"next_forward"'
-        )
-    if settings.moe is not None and settings.moe.get("balance_scope") == "global_batch":
-        raise UserError(
-            f'{name}: m6.moe.balance_scope "global_batch" balances the micro-batches that all ranks compute at the '
-            'same time, which are others on another number of ranks; use "micro_batch"'
-        )
-    if settings.pseudo_to_real is not None and settings.pseudo_to_real.switch == "gradient_correlation":
-        raise UserError(
-            f'{name}: m6.pseudo_to_real.switch "gradient_correlation" measures the gradients of one rank; use '
-            '"step" or "loss_plateau"'
-        )
 
 
 def check_batch_ramp(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
-    """Raises UserError if the stages of batches do not fit the run, or something is made for one number of
-    micro-batches."""
-    name = "m6.training.batch_ramp"
+    """Raises UserError if the stages of batches do not fit the run."""
     BatchSizes(settings.training.batch_ramp, deepspeed.train_batch_size).check(settings.training.total_steps)
-    if settings.training.deterministic is not None:
-        raise UserError(
-            f'{name}: "deterministic": "any_world" has one tree of sums for all steps; leave one of them out'
-        )
-    if settings.offload is not None:
-        raise UserError(f"{name}: m6.offload plans the memory of one number of micro-batches; leave one of them out")
-    if "offload_optimizer" in deepspeed.keys.get("zero_optimization", {}):
-        raise UserError(
-            f"{name}: DeepSpeed's offload_optimizer is made for one number of micro-batches; leave one of them out"
-        )
 
 
 def check_schedule(schedule: ScheduleSettings, total: int) -> None:
@@ -115,8 +54,6 @@ def check_lora(settings: LoraSettings, model: ModelSettings, run: M6Settings) ->
     """Raises UserError if adapters have no trained weights under them, or no target among the model's parts."""
     if run.init is None:
         raise UserError("m6.lora: adapters belong to weights that are trained already; use m6 finetune with --init")
-    if run.offload is not None:
-        raise UserError("m6.lora: the experts of m6.offload are trained, but beside adapters all weights are frozen")
     if "dense" in settings.targets and model.num_moe_layers == model.num_layers:
         raise UserError('m6.lora.targets: "dense", but the feed-forwards of all layers are experts; use "experts"')
     if "experts" in settings.targets and not model.num_moe_layers:
@@ -172,11 +109,6 @@ _SWITCH_KEYS = {
 def check_pseudo_to_real(settings: PseudoToRealSettings, model: ModelSettings, run: M6Settings) -> None:
     """Raises UserError if the section contradicts itself, the model or the rest of the run."""
     total_steps = run.training.total_steps
-    if run.init is not None:
-        raise UserError(
-            "m6.pseudo_to_real: a run that starts from the weights of m6.init has no Pseudo stage; set it to null, or "
-            "fine-tune with a JSON of configs/finetune"
-        )
     if settings.switch_step >= total_steps:
         raise UserError(
             f"m6.pseudo_to_real.switch_step {settings.switch_step} is not before the end of the run, "

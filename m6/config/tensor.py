@@ -78,26 +78,11 @@ def _misfit(placement: PlacementName, num_ranks: int, model: ModelSettings) -> t
     return None
 
 
-def check_tensor(tensor: TensorSettings, run: M6Settings, deepspeed: DeepSpeedSettings, model: ModelSettings) -> None:
-    """Raises UserError if the run asks for something that does not work with divided matrices, or never wins."""
-    if run.moe is not None:
-        raise UserError(f"{_NAME}: {experts_reason(tensor, run, deepspeed, model)}; set {_NAME}=null")
+def check_tensor(tensor: TensorSettings, model: ModelSettings) -> None:
+    """Raises UserError if the ranks do not divide the matrices of the model."""
     refusal = tensor.refusal(model)
     if refusal is not None:
         raise UserError(f"{_NAME}: {refusal}")
-    if deepspeed.zero_stage > 1:
-        raise UserError(
-            f"zero_optimization.stage {deepspeed.zero_stage} was not tried with {_NAME}, which divides weights and "
-            "gradients already; use stage 1 or 0"
-        )
-    if deepspeed.optimizer_type != "AdamW":
-        raise UserError(
-            f'optimizer.type "{deepspeed.optimizer_type}" takes means or norms over whole matrices, of which a rank '
-            f'has a part with {_NAME}; use "AdamW"'
-        )
-    for section, found, reason in _refused_sections(run, deepspeed, model):
-        if found:
-            raise UserError(f"{section}: {reason}; leave one of them out, or {_NAME}=null")
 
 
 def experts_reason(tensor: TensorSettings, run: M6Settings, deepspeed: DeepSpeedSettings, model: ModelSettings) -> str:
@@ -114,45 +99,3 @@ def experts_reason(tensor: TensorSettings, run: M6Settings, deepspeed: DeepSpeed
         f"{tokens:,} tokens of a micro-batch each of {ranks} ranks would receive {divided:,.0f} elements with "
         f'placement "{tensor.placement}", against {whole:,.0f} with ep_size {ranks}'
     )
-
-
-def _refused_sections(
-    run: M6Settings, deepspeed: DeepSpeedSettings, model: ModelSettings
-) -> list[tuple[str, bool, str]]:
-    zero = deepspeed.keys.get("zero_optimization", {})
-    return [
-        (
-            "m6.parallel.pipeline",
-            run.parallel.pipeline is not None,
-            f"stages of whole layers and {_NAME} were not tried together",
-        ),
-        (
-            "m6.model.attention_dropout",
-            model.attention_dropout > 0,
-            f"ranks of {_NAME} would drop the same scores in different heads; hidden_dropout works",
-        ),
-        (
-            'm6.training.deterministic "any_world"',
-            run.training.deterministic is not None,
-            f"it adds up whole gradients of one rank, which has a part of them with {_NAME}",
-        ),
-        (
-            "zero_optimization.offload_optimizer",
-            "offload_optimizer" in zero,
-            f"states in host memory were not tried with {_NAME}",
-        ),
-        ("m6.lora", run.lora is not None, f"adapters are made for whole matrices, not for {_NAME}"),
-        (
-            "m6.pseudo_to_real",
-            run.pseudo_to_real is not None,
-            f"layers that share weights were not tried with {_NAME}",
-        ),
-        (
-            "m6.communication",
-            run.communication.compresses,
-            f"it compresses gradients of whole models, of which a rank of {_NAME} has a part",
-        ),
-        ("m6.gradient_delay", run.gradient_delay is not None, f"gradients one step late were not tried with {_NAME}"),
-        ("m6.elastic", run.elastic is not None, f"a new plan for other nodes knows no {_NAME}"),
-        ("m6.samples", run.samples is not None, f"no rank of {_NAME} has the whole model, which draws"),
-    ]

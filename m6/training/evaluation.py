@@ -10,12 +10,12 @@ import torch.distributed as dist
 from m6.architecture.special_tokens import IGNORED_LABEL
 from m6.data.pretraining import PretrainingData
 from m6.training.engine.engine import Engine
-from m6.training.places import Places
+from m6.training.mesh import ParallelDims
 
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine, data: PretrainingData, num_rows: int, places: Places, device: torch.device
+    engine: Engine, data: PretrainingData, num_rows: int, dims: ParallelDims, device: torch.device
 ) -> dict[str, dict[str, Any]]:
     """Evaluates each objective with a positive weight on its first ``num_rows`` rows.
 
@@ -35,8 +35,8 @@ def evaluate(
             if not batches:
                 continue
             sums = torch.zeros(2, len(data.sources), dtype=torch.float64, device=device)
-            for begin in range(0, len(batches), places.data_size):
-                index = begin + places.data_rank
+            for begin in range(0, len(batches), dims.dp):
+                index = begin + dims.dp_rank
                 # A rank without a micro-batch of its own repeats the last one.
                 batch = batches[min(index, len(batches) - 1)].to(device)
                 target_losses = engine.forward(batch).target_losses

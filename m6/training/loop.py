@@ -36,8 +36,8 @@ from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
 from m6.training.faults import Fault, PassingFault, end
 from m6.training.flushless_step import FlushlessTrainStep
+from m6.training.mesh import ParallelDims
 from m6.training.offloading.experts import naming_the_budget
-from m6.training.places import Places
 from m6.training.replicas import find_difference
 from m6.training.reporting.announcement import announcements
 from m6.training.reporting.console import Console
@@ -82,7 +82,7 @@ class Trainer:
         self.config, self.run, self.runtime, self.settings = config, run, runtime, config.m6
         self.profile, self._may_restart = profile or Profile(), may_restart
         check_world_size(config, runtime.world_size)
-        self.places = Places.of(config, runtime)
+        self.dims = ParallelDims.of(config, runtime.rank, runtime.world_size)
         self.data = open_data(config)
         on_main_rank(self.data.check_files)
         # Before the engine is built: the checkpoint decides whether that is the Pseudo or the Real model.
@@ -136,7 +136,7 @@ class Trainer:
                 times.end_step()
                 self._replan_offloading()
                 self.step += 1
-                bad_rows = [row for batch in under_way[-1] for row in batch.bad_rows if self.places.reads_first]
+                bad_rows = [row for batch in under_way[-1] for row in batch.bad_rows if self.dims.reads_first]
                 self.run.list_bad_rows(self.runtime.rank, self.step, bad_rows)
                 if self.step == stop_after:
                     outcomes += self.train_step.flush()
@@ -207,7 +207,7 @@ class Trainer:
                 self._print(warning)
         if self._is_due(settings.evaluation.interval_steps):
             begin = time.perf_counter()
-            losses = evaluate(self.engine, self.data, settings.evaluation.num_rows, self.places, self.runtime.device)
+            losses = evaluate(self.engine, self.data, settings.evaluation.num_rows, self.dims, self.runtime.device)
             return_freed_memory(self.runtime.device)
             self._track({"step": self.step, "time": time.time(), **losses})
             report.exclude(time.perf_counter() - begin)
@@ -230,11 +230,11 @@ class Trainer:
     def _batches(self) -> Iterator[list[MicroBatch]]:
         """Yields this rank's micro-batches of each step, from the current step on."""
         steps = range(self.step, self.settings.training.total_steps)
-        numbers = (number for step in steps for number in micro_batch_numbers(self.config, self.places, step))
+        numbers = (number for step in steps for number in micro_batch_numbers(self.config, self.dims, step))
         # One loader for the whole attempt: its workers prepare the next steps during the current one.
         loader = iter(self.data.loader(numbers, self.settings.data.num_workers))
         for step in steps:
-            yield [next(loader) for _ in micro_batch_numbers(self.config, self.places, step)]
+            yield [next(loader) for _ in micro_batch_numbers(self.config, self.dims, step)]
 
     def _build_engine(self) -> None:
         self.engine = build_engine(self.config, self.runtime, self.stage.sharing)

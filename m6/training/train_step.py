@@ -22,7 +22,7 @@ from m6.model.outputs import M6Output
 from m6.runs.processes import Runtime
 from m6.runs.signals import Requests
 from m6.training.engine.engine import Engine, Update
-from m6.training.places import Places
+from m6.training.mesh import ParallelDims
 from m6.training.reporting.experts import ExpertHealth
 from m6.training.reporting.noise import GradientNoise
 from m6.training.reporting.outcome import StepOutcome
@@ -36,7 +36,7 @@ _SEED_STRIDE = (
 )
 
 
-def micro_batch_number(places: Places, accumulation: int, step: int, index: int, ranks_per_part: int = 1) -> int:
+def micro_batch_number(dims: ParallelDims, accumulation: int, step: int, index: int, ranks_per_part: int = 1) -> int:
     """Returns the global number of a rank's micro-batch in a step.
 
     Each rank has a contiguous part of a step, so that it reads few lanes of the sources (m6/data/mixture.py). A step
@@ -46,16 +46,16 @@ def micro_batch_number(places: Places, accumulation: int, step: int, index: int,
         ranks_per_part: neighbouring ranks that share a contiguous part, in which they take turns. The micro-batches
             that they compute at the same time are then the same on any number of ranks.
     """
-    part, place = divmod(places.data_rank, ranks_per_part)
-    return (step * places.data_size + part * ranks_per_part) * accumulation + index * ranks_per_part + place
+    part, place = dims.part(ranks_per_part)
+    return (step * dims.dp + part * ranks_per_part) * accumulation + index * ranks_per_part + place
 
 
-def micro_batch_numbers(config: RunConfig, places: Places, step: int) -> list[int]:
+def micro_batch_numbers(config: RunConfig, dims: ParallelDims, step: int) -> list[int]:
     """The global numbers of a rank's micro-batches in a step; the batches of the steps before decide the first."""
     micro, sizes = config.deepspeed.micro_batch_size, config.batch_sizes
-    first, accumulation = sizes.before(step) // micro, sizes.of(step) // (micro * places.data_size)
+    first, accumulation = sizes.before(step) // micro, sizes.of(step) // (micro * dims.dp)
     parts = config.ranks_per_part
-    return [first + micro_batch_number(places, accumulation, 0, index, parts) for index in range(accumulation)]
+    return [first + micro_batch_number(dims, accumulation, 0, index, parts) for index in range(accumulation)]
 
 
 @dataclass
@@ -112,7 +112,7 @@ class TrainStep:
     def __init__(self, engine: Engine, config: RunConfig, runtime: Runtime, stage: Stage) -> None:
         self.engine, self.config, self.runtime = engine, config, runtime
         self.stage = stage
-        self.places = Places.of(config, runtime)
+        self.dims = ParallelDims.of(config, runtime.rank, runtime.world_size)
         self._exact = config.m6.training.deterministic is not None
         self.health = ExpertHealth(engine.module, config.model)
         self.noise = GradientNoise(config, engine)
@@ -155,14 +155,14 @@ class TrainStep:
         begun = BegunStep(
             step=step,
             learning_rate=self._learning_rate(step),
-            micro_batches=len(micro_batches) * self.places.data_size,
+            micro_batches=len(micro_batches) * self.dims.dp,
             targets=int(targets),
             tokens=int(tokens),
             samples=int(samples),
             bad_rows=int(bad_rows),
             pictures=int(pictures),
             token_pairs=int(token_pairs),
-            sums=StepSums(self.runtime.device, self._exact, self.places.tensor_rank == 0),
+            sums=StepSums(self.runtime.device, self._exact, self.dims.tp_rank == 0),
             router_entropy=torch.zeros(len(self.sparse), device=self.runtime.device),
         )
 
@@ -171,7 +171,7 @@ class TrainStep:
 
         self.engine.begin_step(begun.learning_rate)
         with self.noise.watch(step):
-            seeds = [self._seed(number) for number in micro_batch_numbers(self.config, self.places, step)]
+            seeds = [self._seed(number) for number in micro_batch_numbers(self.config, self.dims, step)]
             self.engine.accumulate(micro_batches, loss, seeds)
         return begun
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from m6.architecture.received import PLACEMENTS, PlacementName, received_by_feed_forward, received_by_pair, side
 from m6.model.tensor.placement import BY_NAME, Placement
+from m6.training.mesh import own_group
 from scripts.benchmarks.record import Recorder
 
 # What it is, tokens of a micro-batch, hidden size, inner size.
@@ -66,7 +67,7 @@ def _compute(placement: Placement, rank: int, world: int, sizes: tuple[int, int,
     output = F.gelu(whole[0] @ whole[1]) @ whole[2]
     output.backward(grad)
 
-    grid = placement.grid([list(range(world))], rank)
+    grid = placement.grid([list(range(world))], rank, lambda ranks: own_group(ranks, "tensor"))
     divisions = (placement.first.inputs, placement.first.matrix, placement.second.matrix)
     parts = [
         division.part(tensor.detach(), grid).clone().requires_grad_()

@@ -58,6 +58,15 @@ CASES: dict[str, dict[str, Any]] = {
         "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
     },
     "shared layers": {"m6__pseudo_to_real": {"switch_step": 2}},
+    "a batch that grows": {
+        "train_batch_size": 24,
+        "m6__training__batch_ramp": [{"steps": 1, "batch_size": 8}, {"steps": 1, "batch_size": 16}],
+    },
+    "gradients one step late": {"m6__gradient_delay": {"accept_loss": True}},
+    "offloaded experts one step late": {
+        "m6__offload": {"device_budget_mib": 5000.0, "chunk_mib": 0.001},
+        "m6__gradient_delay": {"accept_loss": True},
+    },
 }
 
 

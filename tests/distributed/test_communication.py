@@ -10,6 +10,7 @@ import torch
 
 from m6.checkpoints.comparison import compare, open_step
 from m6.checkpoints.format import CheckpointReader
+from m6.checkpoints.fragment import WEIGHT
 from m6.config.run import parse_config
 from m6.planning.cost.gradient_bytes import sent_bytes
 from m6.training.meta_model import build_meta_model
@@ -57,11 +58,13 @@ def gradient_bytes(run: Path) -> list[dict[str, float]]:
 
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+DELAY: dict[str, Any] = {"m6__gradient_delay": {"accept_loss": True}}
 EXACT: list[tuple[str, int, int, int, dict[str, Any]]] = [  # reducer, ranks, ZeRO stage, ep_size, changes
     ("top_k", 4, 0, 1, {}),
     ("chunks", 4, 1, 1, {}),
     ("top_k", 4, 1, 2, {}),
     ("top_k", 4, 1, 1, BF16),
+    ("chunks", 2, 1, 1, DELAY),
 ]
 
 
@@ -86,6 +89,23 @@ def straight(folder: Path, reducer: str) -> Path:
     if not (folder / f"{reducer} straight").exists():
         trained(folder, f"{reducer} straight", [(2, 1, None)], m6__communication=communication(reducer))
     return folder / f"{reducer} straight"
+
+
+@pytest.mark.slow
+def test_late_gradients_are_sums_of_what_was_sent(folder: Path):
+    """Two steps of a run whose first update comes in the second, with the gradient of the first: one step without
+    the delay has the same weights. Residuals and gradients that wait are in the checkpoint."""
+    sent = {
+        "m6__communication": communication("top_k", warmup_steps=0),
+        "m6__checkpoint": {"interval_steps": 1, "keep_last": 9},
+    }
+    constant = {"m6__schedule__warmup_steps": 0, "m6__schedule__decay": "constant"}
+    plain = trained(folder, "sent", [(2, 1, 1)], **sent, **constant)
+    late = trained(folder, "sent late", [(2, 1, 1), (2, 1, 2), (2, 1, None)], **sent, **constant, **DELAY)
+    readers = [CheckpointReader(run / "checkpoints" / f"step_{step:08d}") for run, step in ((plain, 1), (late, 2))]
+    for name in readers[0].names(WEIGHT):
+        assert torch.equal(*(reader.read(name, WEIGHT) for reader in readers)), name
+    assert differences(late, trained(folder, "sent late at once", [(2, 1, None)], **sent, **constant, **DELAY)) == []
 
 
 @pytest.mark.parametrize("reducer", [pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS])
@@ -193,12 +213,64 @@ def test_offloaded_experts(folder: Path):
 
 
 @pytest.mark.slow
-def test_fp16_steps_that_are_skipped(folder: Path):
-    """A scale that is too large at first: residuals stay finite, and the run equals one whose scale fits at once."""
+@pytest.mark.parametrize(("ranks", "stages"), [(2, None), (4, {"num_ranks": 2})], ids=["whole", "stages"])
+def test_fp16_steps_that_are_skipped(folder: Path, ranks: int, stages: dict[str, Any] | None):
+    """A scale that is too large at first: residuals stay finite, also where only another stage has an infinity."""
     changes: dict[str, Any] = {"m6__communication": communication("chunks"), "m6__training__total_steps": 6}
+    changes |= {"m6__parallel__pipeline": stages, "m6__training__max_skipped_steps": 9}
     fp16 = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
-    run = trained(folder, "fp16", [(2, 1, 3), (2, 1, None)], fp16=fp16, m6__training__max_skipped_steps=9, **changes)
+    run = trained(folder, f"fp16 on {ranks}", [(ranks, 1, 3), (ranks, 1, None)], fp16=fp16, **changes)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     skipped = [line["skipped_steps"] for line in lines if "skipped_steps" in line]
     assert sum(skipped) > 0
     assert all(total.isfinite().all() for total in residual_sums(run, 6).values())
+
+
+# reducer with its options, schedule, ZeRO stage, ep_size
+STAGED: dict[str, tuple[dict[str, Any], str, int, int]] = {
+    "top_k": (communication("top_k"), "1f1b", 1, 1),
+    "top_k of experts": (communication("top_k", warmup_steps=0), "zbv", 0, 2),
+    # Matrices of full rank leave out nothing but rounding errors.
+    "powersgd": (communication("powersgd", rank=64), "interleaved_1f1b", 1, 1),
+    "chunks": (communication("chunks", density=1.0), "dualpipev", 1, 1),
+    "slices": (communication("powersgd", rank=64), "slices", 0, 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGED)
+def test_stages_send_what_whole_models_send(folder: Path, name: str):
+    """Four ranks are two pipelines. Each stage compresses its gradients over two ranks, as two whole models do."""
+    reducer, schedule, stage, ep_size = STAGED[name]
+    changes: dict[str, Any] = {"m6__communication": reducer, "m6__model__num_layers": 4, "train_batch_size": 16}
+    changes["m6__model__hidden_dropout"] = 0.0  # that of slices is their own
+    whole = trained(folder, f"whole {name}", [(2, stage, None)], ep_size, **changes)
+    settings = {"slices": 3} if schedule == "slices" else {"schedule": schedule}
+    stages = {"m6__parallel__pipeline": {"num_ranks": 2, **settings}}
+    staged = trained(folder, f"staged {name}", [(4, stage, None)], ep_size, **changes, **stages)
+    assert losses(staged) == pytest.approx(losses(whole), rel=TOLERANCE)
+    assert norms(staged) == pytest.approx(norms(whole), rel=10 * TOLERANCE)
+    assert len(gradient_bytes(staged)) == 4
+    sums, expected = residual_sums(staged, 4), residual_sums(whole, 4)
+    assert sums.keys() == expected.keys()
+    for tensor, total in expected.items():
+        torch.testing.assert_close(sums[tensor], total, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_pipeline_goes_on_from_any_layout_without_a_loss(folder: Path):
+    """Residuals of whole models go to the stages, and back; a run that resumes has the same bytes."""
+    changes: dict[str, Any] = {
+        "m6__communication": communication("top_k"),
+        "m6__model__num_layers": 4,
+        "train_batch_size": 16,
+    }
+    stages = {"m6__parallel__pipeline": {"num_ranks": 2, "schedule": "1f1b"}}
+    straight = trained(folder, "stages straight", [(4, 1, None)], **changes, **stages)
+    assert (
+        differences(trained(folder, "stages resumed", [(4, 1, 2), (4, 1, None)], **changes, **stages), straight) == []
+    )
+    root = trained(folder, "stages wandering", [(2, 1, 2)], **changes)
+    trained(folder, "stages wandering", [(4, 1, 3)], **changes, **stages)
+    trained(folder, "stages wandering", [(2, 0, None)], **changes)
+    assert losses(root) == pytest.approx(losses(straight), rel=TOLERANCE)

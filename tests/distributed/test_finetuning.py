@@ -44,16 +44,49 @@ def test_finetuning_does_not_depend_on_the_layout(folder: Path, stage: int, ep_s
     assert pictures[0] == pictures[1]
 
 
-def test_adapters_do_not_depend_on_the_layout(folder: Path):
+@pytest.mark.parametrize("delay", [None, {"accept_loss": True}], ids=["at once", "one step late"])
+def test_adapters_do_not_depend_on_the_layout(folder: Path, delay: dict[str, Any] | None):
     pytest.importorskip("peft")
-    merged = []
+    merged, name = [], "adapted" if delay is None else "adapted_late"
     for ranks, stage, ep_size in ((1, 0, 1), (2, 2, 2)):
         made = document(folder, ranks, stage, ep_size)
         made["m6"]["lora"] = {"rank": 2, "targets": ["attention", "experts"]}
-        run_distributed(train, ranks, made, str(folder / f"adapted_{ranks}"))
-        reader = open_newest_checkpoint(folder / f"adapted_{ranks}")
+        made["m6"]["gradient_delay"] = delay
+        run_distributed(train, ranks, made, str(folder / f"{name}_{ranks}"))
+        reader = open_newest_checkpoint(folder / f"{name}_{ranks}")
         merged.append({name: reader.read(name, WEIGHT) for name in reader.names(WEIGHT)})
-    assert losses(folder / "adapted_2") == pytest.approx(losses(folder / "adapted_1"), rel=TOLERANCE)
+    assert losses(folder / f"{name}_2") == pytest.approx(losses(folder / f"{name}_1"), rel=TOLERANCE)
     assert merged[0].keys() == merged[1].keys()
     for name, weight in merged[0].items():
         torch.testing.assert_close(merged[1][name], weight, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "delay"),
+    [({}, None), ({"schedule": "zbv"}, None), ({"slices": 3}, None), ({}, {"accept_loss": True})],
+    ids=["1f1b", "zbv", "slices", "one step late"],
+)
+def test_adapters_of_stages_are_those_of_the_whole_model(
+    folder: Path, pipeline: dict[str, Any], delay: dict[str, Any] | None
+):
+    """The token embedding, of which the last stage has a copy, is frozen."""
+    pytest.importorskip("peft")
+    found = []
+    for ranks in (1, 2):
+        # Slices have dropout of their own.
+        made = layout(
+            folder, ranks, 1, 1, m6__model__num_layers=4, m6__gradient_delay=delay, m6__model__hidden_dropout=0.0
+        )
+        made["m6"] |= {"init": str(folder / "deep"), "lora": {"rank": 2, "targets": ["experts"]}}
+        if not (folder / "deep").exists():
+            run_distributed(train, 1, layout(folder, 1, 0, 1, m6__model__num_layers=4), str(folder / "deep"))
+        made["m6"]["parallel"] = {"pipeline": {"num_ranks": 2, **pipeline}} if ranks == 2 else {}
+        root = folder / f"stages {pipeline} {ranks} {delay}"
+        run_distributed(train, ranks, made, str(root))
+        reader = open_newest_checkpoint(root)
+        found.append({name: reader.read(name, WEIGHT) for name in reader.names(WEIGHT)})
+        if ranks == 2:
+            assert losses(root) == pytest.approx(losses(folder / f"stages {pipeline} 1 {delay}"), rel=TOLERANCE)
+    assert found[0].keys() == found[1].keys()
+    for name, weight in found[0].items():
+        torch.testing.assert_close(found[1][name], weight, rtol=0, atol=1e-5)

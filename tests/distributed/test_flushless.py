@@ -51,11 +51,11 @@ def loss_of(batch: MicroBatch, output: Any, step: int) -> Tensor:
 
 def train_engine(engine: FlushlessPipelineEngine, config: RunConfig, dtype: torch.dtype) -> None:
     """Trains STEPS steps; each but BAD_STEP has its update, at most one step late."""
-    places, steps = engine._groups.places, deque[int]()
+    dims, steps = engine._mesh.dims, deque[int]()
     for step in range(STEPS):
         engine.begin_step(rate(config, step))
-        own = range(places.data_rank, places.data_rank + 1)
-        of_rank = list(batches(config, step, own, places.data_size))
+        own = range(dims.dp_rank, dims.dp_rank + 1)
+        of_rank = list(batches(config, step, own, dims.dp))
         micro_batches = [replace(batch, pixel_values=batch.pixel_values.to(dtype)) for batch, _ in of_rank]
         engine.accumulate(micro_batches, partial(loss_of, step=step), [seed for _, seed in of_rank])
         steps.append(step)
@@ -79,7 +79,7 @@ def error_of(each: dict[str, Any], dtype: torch.dtype) -> float:
         if engine._copy is not None:
             engine._copy.data = engine._copy.data.double()
         clipping._sum_of_squares = _sum_in_float64
-    expected = recurrence(config, engine._groups.places.data_size, torch.float64)
+    expected = recurrence(config, engine._mesh.dims.dp, torch.float64)
     train_engine(engine, config, dtype)
     error = torch.tensor(largest_error(engine, expected))
     torch.distributed.all_reduce(error, torch.distributed.ReduceOp.MAX)

@@ -40,6 +40,16 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
         2,
     ),
     "muon": ({**MUON, "m6__gradient_delay": {}}, pipeline(2, "1f1b", [4, 1]), 1, 1),
+    # Passes of two steps with different numbers of micro-batches are under way.
+    "a batch that grows": (
+        {
+            "train_batch_size": 24,
+            "m6__training__batch_ramp": [{"steps": 2, "batch_size": 8}, {"steps": 3, "batch_size": 16}],
+        },
+        pipeline(2, "1f1b", [3, 2]),
+        1,
+        2,
+    ),
     "bf16": ({"bf16": {"enabled": True}}, pipeline(2, "1f1b"), 1, 2),
 }
 

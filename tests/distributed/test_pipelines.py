@@ -148,6 +148,10 @@ def test_layers_are_computed_once_or_with_checkpointing_twice(folder: Path):
     run_distributed(count_passes, 2, base)
 
 
+RAMP: dict[str, Any] = {
+    "train_batch_size": 32,
+    "m6__training__batch_ramp": [{"steps": 1, "batch_size": 16}, {"steps": 2, "batch_size": 24}],
+}
 # name -> (changes of the run, its pipeline on 4 ranks, ZeRO stage, ep_size)
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
     "zbv": ({}, pipeline(2, "zbv", [1, 2, 1, 1]), 1, 2),
@@ -205,6 +209,11 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
         0,
         2,
     ),
+    "lamb": ({"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}, pipeline(2, "zbv", [1, 2, 1, 1]), 1, 2),
+    "lars": ({"optimizer": {"type": "Lars", "params": {"lr": 1e-2}}}, pipeline(4, "1f1b"), 0, 1),
+    # 4, 6 and 8 micro-batches of each pipeline: the interleaved schedule runs in rounds of two.
+    "ramp": (RAMP, pipeline(2, "zbv"), 1, 1),
+    "ramp in rounds": (RAMP, pipeline(2, "interleaved_1f1b"), 0, 1),
 }
 # 16 bits round the sums of different orders.
 ROUNDED: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {

@@ -169,6 +169,12 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
         2,
     ),
     "bf16": ({"m6__moe": ROUTING, "bf16": {"enabled": True}}, sliced(2, 3), 1, 2),
+    "a batch that grows": (
+        {"m6__moe": ROUTING, "m6__training__batch_ramp": [{"steps": 1, "batch_size": 8}]},
+        sliced(2, 3),
+        1,
+        1,
+    ),
 }
 
 

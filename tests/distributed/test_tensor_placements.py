@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from m6.architecture.received import received_by_pair
 from m6.model.tensor.placement import BY_NAME
+from m6.training.mesh import own_group
 from tests.distributed.spawn import run_distributed
 
 pytestmark = pytest.mark.slow
@@ -42,7 +43,7 @@ def compare_with_dense(names: list[str], tensor_ranks: int) -> None:
     groups = [list(range(first, first + tensor_ranks)) for first in range(0, world, tensor_ranks)]
     for name in names:
         placement = BY_NAME[name]
-        grid = placement.grid(groups, rank)
+        grid = placement.grid(groups, rank, lambda ranks: own_group(ranks, "tensor"))
         divisions = {
             "x": placement.first.inputs,
             "a": placement.first.matrix,

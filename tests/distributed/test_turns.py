@@ -67,6 +67,7 @@ WITH: dict[str, dict[str, Any]] = {
         "m6__pseudo_to_real": {"num_groups": 1, "shared": ["attention", "norms"], "switch": "step", "switch_step": 2},
     },
     "late gradients": {"m6__gradient_delay": {"accept_loss": True}},
+    "a batch that grows": {"m6__training__batch_ramp": [{"steps": 2, "batch_size": 4}]},
     "recomputed": {**CHECKPOINTING},
     "recomputed and offloaded": {**CHECKPOINTING, "m6__offload": OFFLOAD},
 }

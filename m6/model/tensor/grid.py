@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.process_groups import group_of
+OwnGroup = Callable[[Sequence[Sequence[int]]], dist.ProcessGroup | None]
+"""Makes groups of the global ranks that it gets, and returns the one of this rank. All ranks call it alike."""
 
 
 class Grid:
@@ -21,6 +22,7 @@ class Grid:
         shape: ranks along each axis.
         groups: the global ranks of all tensor groups, each in the order of the grid.
         rank: the global one of this process.
+        own_group: see ``OwnGroup``.
 
     Attributes:
         place: number of this rank in its tensor group.
@@ -29,19 +31,16 @@ class Grid:
             rings.
     """
 
-    def __init__(self, shape: Sequence[int], groups: Sequence[Sequence[int]], rank: int) -> None:
+    def __init__(self, shape: Sequence[int], groups: Sequence[Sequence[int]], rank: int, own_group: OwnGroup) -> None:
         self.shape, self.num_ranks = tuple(shape), math.prod(shape)
-        self._all: dist.ProcessGroup | None = None
-        self._along: list[dist.ProcessGroup | None] = [None] * len(self.shape)
         self.received = 0
-        for ranks in groups:  # torch.distributed wants all ranks to make all groups
-            own = group_of(ranks, "tensor")
-            self._all = own or self._all
-            for axis, line in _lines(self.shape, ranks):
-                # The line of a single axis is the group of all.
-                self._along[axis] = group_of(line, "tensor") or self._along[axis]
-            if own is not None:
-                self.place = list(ranks).index(rank)
+        self._all = own_group(groups)
+        # The line of a single axis is the group of all.
+        self._along = [
+            own_group([line for ranks in groups for line in _lines(self.shape, axis, ranks)])
+            for axis in range(len(self.shape))
+        ]
+        self.place = next(list(ranks).index(rank) for ranks in groups if rank in ranks)
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         self.coordinates = tuple(self.place // stride % size for stride, size in zip(strides, self.shape, strict=True))
 
@@ -76,11 +75,7 @@ class Grid:
         return (self._all, self.num_ranks) if axis is None else (self._along[axis], self.shape[axis])
 
 
-def _lines(shape: tuple[int, ...], ranks: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """The ranks that differ in one coordinate, with the axis of that coordinate."""
-    places = torch.tensor(list(ranks)).view(shape)
-    return [
-        (axis, line)
-        for axis in range(len(shape))
-        for line in places.movedim(axis, -1).reshape(-1, shape[axis]).tolist()
-    ]
+def _lines(shape: tuple[int, ...], axis: int, ranks: Sequence[int]) -> list[list[int]]:
+    """The ranks that differ in the coordinate of an axis alone."""
+    lines: list[list[int]] = torch.tensor(list(ranks)).view(shape).movedim(axis, -1).reshape(-1, shape[axis]).tolist()
+    return lines

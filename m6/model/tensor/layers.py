@@ -16,14 +16,19 @@ from torch.nn import functional as F
 from m6.architecture.received import PlacementName
 from m6.architecture.settings import ModelSettings
 from m6.model.blocks import DenseFFN, M6Block
-from m6.model.tensor.grid import Grid
+from m6.model.tensor.grid import Grid, OwnGroup
 from m6.model.tensor.placement import BY_NAME, Division, Placement, ProductPlacement, Shard
 
 _ATTENTION = BY_NAME["1d"]
 
 
 def divide_layers(
-    model: nn.Module, config: ModelSettings, placement: PlacementName, groups: Sequence[Sequence[int]], rank: int
+    model: nn.Module,
+    config: ModelSettings,
+    placement: PlacementName,
+    groups: Sequence[Sequence[int]],
+    rank: int,
+    own_group: OwnGroup,
 ) -> None:
     """Replaces the dense feed-forwards and the projections of attentions by this rank's parts of them, in place.
 
@@ -33,10 +38,11 @@ def divide_layers(
         model: on the meta device.
         groups: the global ranks of all tensor groups.
         rank: the global one of this process.
+        own_group: see ``OwnGroup``.
     """
-    of_attention = of_ffn = _ATTENTION.grid(groups, rank)
+    of_attention = of_ffn = _ATTENTION.grid(groups, rank, own_group)
     if placement != _ATTENTION.name:
-        of_ffn = BY_NAME[placement].grid(groups, rank)
+        of_ffn = BY_NAME[placement].grid(groups, rank, own_group)
     for block in [module for module in model.modules() if isinstance(module, M6Block)]:
         attention = block.attention
         attention.num_heads //= of_attention.num_ranks

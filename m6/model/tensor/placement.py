@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from m6.architecture.received import AXES, PlacementName, side
-from m6.model.tensor.grid import Grid
+from m6.model.tensor.grid import Grid, OwnGroup
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class Placement:
     first: ProductPlacement
     second: ProductPlacement
 
-    def grid(self, groups: Sequence[Sequence[int]], rank: int) -> Grid:
+    def grid(self, groups: Sequence[Sequence[int]], rank: int, own_group: OwnGroup) -> Grid:
         """The grid of this rank, see ``Grid``."""
         q = side(self.name, len(groups[0]))
         assert q is not None
-        return Grid((q,) * AXES[self.name], groups, rank)
+        return Grid((q,) * AXES[self.name], groups, rank, own_group)
 
 
 # Axis 0 is the only one. Megatron-LM (arXiv 1909.08053, section 3): f is the sum of gradients of the first input, and g

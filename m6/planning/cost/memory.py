@@ -19,7 +19,7 @@ from m6.planning.cost.batch_shape import BatchShape, full_row, scale_batch
 from m6.planning.cost.expert_store import ExpertStore, RankChunks, layer_numel, stored_numel, uses_of_experts
 from m6.planning.cost.folding import Block, FoldedModel, fold, shared_gradients
 from m6.planning.cost.footprint import MemoryFootprint
-from m6.planning.cost.gradient_bytes import BUCKET_ELEMENTS, is_compressed, messages
+from m6.planning.cost.gradient_bytes import BUCKET_ELEMENTS, GradientTensor, is_compressed, messages
 from m6.planning.cost.layout import ParallelLayout, is_flushless
 from m6.planning.cost.parameter_counts import ADAMW_MOMENTS, ParameterCounts, count_parameters
 from m6.planning.cost.pipeline_memory import PipelineActivations, holds_copy_of_table, old_versions
@@ -107,8 +107,9 @@ class MemoryModel:
             place: of the rank in the pipeline.
             stages: the layers of each of its stages, in the order of the model.
         """
-        counts, pipeline = self._counts_of(layout, self._part(layout, stages)), layout.pipeline
-        states, under_way = self._with_own_sums(self._states(layout, counts), layout, counts.divided(layout)), 0
+        part, pipeline = self._part(layout, stages), layout.pipeline
+        counts = self._counts_of(layout, part)
+        states, under_way = self._with_own_sums(self._states(layout, counts), layout, counts.divided(layout), part), 0
         if pipeline is not None and is_flushless(self.config, layout):
             states = self._with_two_versions(states, layout, place, counts.divided(layout))
             under_way = self._pipelined(layout).between_steps(pipeline, place, stages)
@@ -125,7 +126,7 @@ class MemoryModel:
             process=self.profile.process_bytes,
             host_process=self.profile.host_bytes,
         )
-        return self._with_store(rest, layout, self._part(layout, stages)) if layout.stream_experts else rest
+        return self._with_store(rest, layout, part) if layout.stream_experts else rest
 
     def counts(self, layout: ParallelLayout) -> ParameterCounts:
         """Parameters of the rank with most of them, before tensor parallelism divides them; without streamed experts,
@@ -282,7 +283,7 @@ class MemoryModel:
         )
 
     def _with_own_sums(
-        self, states: MemoryFootprint, layout: ParallelLayout, counts: ParameterCounts
+        self, states: MemoryFootprint, layout: ParallelLayout, counts: ParameterCounts, part: FoldedModel
     ) -> MemoryFootprint:
         """``states`` with what the engines need that sum gradients themselves, in fp32: those of
         ``"deterministic": "any_world"`` and of ``m6.communication``."""
@@ -296,9 +297,9 @@ class MemoryModel:
             return replace(states, partial_sums=FP32 * kept * counts.local, update=update + exchange)
         if not settings.compresses:
             return states
-        residuals, ranks = self.residual_bytes(layout), layout.dp_size
+        residuals, ranks = self._residual_bytes(layout, part), layout.dp_size
         density = settings.density_of(settings.warmup_steps)
-        sent = messages(shared_gradients(self.model, layout), settings, density, ranks).gathered
+        sent = messages(shared_gradients(part, layout), settings, density, ranks).gathered
         # Sums, and 16-bit gradients in fp32, beside what chooses among them, and the messages of all ranks.
         sums = counts.local * (FP32 if width == FP32 else 2 * FP32)
         temporaries = sums + _REDUCER_COPIES[settings.gradients] * residuals + sent * (ranks + 1)
@@ -311,11 +312,20 @@ class MemoryModel:
         return kept, max(kept + 1, 2 if layout.dp_size > 1 else 1)
 
     def residual_bytes(self, layout: ParallelLayout) -> int:
-        """What a rank has not sent of compressed gradients, whole ones; the factors of powersgd are negligible."""
-        settings = self.config.m6.communication
-        if not settings.compresses:
+        """What a rank has not sent of compressed gradients, whole ones, or those of its stages: the rank with most of
+        them. The factors of powersgd are negligible."""
+        if not self.config.m6.communication.compresses:
             return 0
-        gradients = shared_gradients(self.model, layout)
+        return max(self._residual_bytes(layout, part) for part in self._parts(layout))
+
+    def shared_gradients(self, layout: ParallelLayout) -> list[GradientTensor]:
+        """The gradients that are equal on all replicas of a rank: of the rank with most elements of them."""
+        found = (shared_gradients(part, layout) for part in self._parts(layout))
+        return max(found, key=lambda gradients: sum(gradient.numel for gradient in gradients))
+
+    def _residual_bytes(self, layout: ParallelLayout, part: FoldedModel) -> int:
+        settings = self.config.m6.communication
+        gradients = shared_gradients(part, layout)
         return FP32 * sum(gradient.numel for gradient in gradients if is_compressed(gradient, settings))
 
     def _late_bytes(self, owned: int) -> int:

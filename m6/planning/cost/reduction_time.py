@@ -6,7 +6,6 @@ from typing import Literal
 
 from m6.config.communication import CommunicationSettings
 from m6.config.run import RunConfig
-from m6.planning.cost.folding import shared_gradients
 from m6.planning.cost.gradient_bytes import is_compressed, messages
 from m6.planning.cost.host_time import core_share, device_bandwidth
 from m6.planning.cost.layout import ParallelLayout
@@ -63,7 +62,7 @@ class ReductionTime:
         if not settings.compresses:
             counts = counts or self._memory.counts(layout).divided(layout)
             return self._summed(counts.local - counts.experts, everyone, layout.zero_stage, passes)
-        ranks, tensors = layout.dp_size, shared_gradients(self._memory.model, layout)
+        ranks, tensors = layout.dp_size, self._memory.shared_gradients(layout)
         found = messages(tensors, settings, settings.density_of(settings.warmup_steps), ranks)
         moved = sum(tensor.numel for tensor in tensors if is_compressed(tensor, settings))
         # An all-gather's output is the contributions of all ranks together.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from m6.config.combinations import SLICES, Run, refusals
+from m6.config.pipeline import ParallelSettings, PipelineSettings
 from m6.config.slices import SLICED, check_slices
 from m6.errors import UserError
 from m6.planning.cost.partition import share_rows, slice_tokens
@@ -48,15 +50,25 @@ def _comparison(best: PricedLayout, other: PricedLayout) -> str:
     )
 
 
+def _slices_refusal(planner: Planner) -> str:
+    """What of the run does not go with slices; empty if everything does."""
+    config, pipeline = planner.config, PipelineSettings(num_ranks=2, schedule=SLICED, slices="auto")
+    sliced = config.m6.model_copy(update={"parallel": ParallelSettings(pipeline=pipeline)})
+    found = [each.reason for each in refusals(Run(sliced, config.deepspeed, config.model)) if SLICES in each.pair]
+    try:
+        check_slices("auto", sliced)
+    except UserError as error:
+        found.append(str(error))
+    return "; ".join(found)
+
+
 def _slice_line(planner: Planner, found: PricedLayout) -> str:
     """Slices of rows, in the schedule that runs them, against the fastest pipeline."""
     plain = planner.evaluate(replace(found.layout, schedule=SLICED, cut=()))
     micro_batches = found.layout.accumulation(planner.config.deepspeed.train_batch_size)
     text = f"- Token slices (TeraPipe, Seq1F1B) with {micro_batches} micro-batches in a step"
-    try:
-        check_slices("auto", SLICED, planner.config.m6, planner.config.model)
-    except UserError as error:
-        return f"{text}: {error}."
+    if refusal := _slices_refusal(planner):
+        return f"{text}: {refusal}."
     if isinstance(plain, Rejection):
         return f'{text}: "schedule": "{SLICED}", which runs them: {plain.reason}.'
     length = planner.config.m6.data.sequence_length

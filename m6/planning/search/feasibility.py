@@ -116,15 +116,17 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
     if layout.world_size % (layout.tp_size * layout.pp_size) or model.num_attention_heads % layout.tp_size:
         return Refusal("ranks", "tensor- and pipeline-parallel sizes do not divide the ranks or the heads")
     try:
-        accumulation = layout.accumulation(config.deepspeed.train_batch_size)
+        layout.accumulation(config.deepspeed.train_batch_size)
     except UserError as error:
         return Refusal("batch", str(error))
-    turn_refusal = turns_refusal(layout.micro_batches_at_once, accumulation)
-    if turn_refusal is not None:
-        return Refusal("batch", turn_refusal)
     ramp_refusal = config.batch_sizes.refusal(layout.micro_batch_size, layout.dp_size)
     if ramp_refusal is not None:
         return Refusal("batch", ramp_refusal)
+    numbers = list(config.batch_sizes.micro_batches(layout.micro_batch_size, layout.dp_size).values())
+    for number in numbers:
+        turn_refusal = turns_refusal(layout.micro_batches_at_once, number)
+        if turn_refusal is not None:
+            return Refusal("batch", turn_refusal)
     if layout.dp_size % layout.ep_size or num_experts % layout.ep_size:
         return Refusal(
             "experts",
@@ -132,13 +134,14 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
             "experts",
         )
     if layout.pipeline is not None:
-        refusal = _refused_pipeline(layout, layout.pipeline, config, accumulation)
+        refusal = _refused_pipeline(layout, layout.pipeline, config, numbers)
         if refusal is not None:
             return Refusal("pipeline", refusal)
     if config.m6.training.deterministic is not None:
-        refusal = tree_refusal(accumulation * layout.dp_size, layout.dp_size, layout.ep_size)
-        if refusal is not None:
-            return Refusal("ranks", refusal)
+        for number in numbers:
+            refusal = tree_refusal(number * layout.dp_size, layout.dp_size, layout.ep_size)
+            if refusal is not None:
+                return Refusal("ranks", refusal)
     node, group = layout.ranks_per_node, layout.ep_size
     if node < 0 or (node and max(node, group) % min(node, group)):
         return Refusal("experts", f"ranks_per_node {node} and ep_size {group}: one must be a multiple of the other")
@@ -154,7 +157,7 @@ def _refused_tensor(config: RunConfig, layout: ParallelLayout) -> str | None:
 
 
 def _refused_pipeline(
-    layout: ParallelLayout, settings: PipelineSettings, config: RunConfig, micro_batches: int
+    layout: ParallelLayout, settings: PipelineSettings, config: RunConfig, numbers: list[int]
 ) -> str | None:
     if config.pipeline is not None and settings.schedule == SLICED:
         settings = settings.model_copy(update={"slices": config.pipeline.slices})  # as the layout's JSON has them
@@ -166,7 +169,7 @@ def _refused_pipeline(
             check_sharing(settings, config.planned_sharing)
     except UserError as error:
         return str(error)
-    return settings.micro_batches_refusal(micro_batches)
+    return next(filter(None, map(settings.micro_batches_refusal, numbers)), None)
 
 
 def _refused_by_validation(config: RunConfig, layout: ParallelLayout) -> Refusal | None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from m6.architecture.sharing import Sharing
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.errors import UserError
@@ -18,7 +18,7 @@ from m6.training.engine.engine import Engine, LossFunction, Update
 from m6.training.engine.handover import give_partition, take_gradient
 from m6.training.engine.partitions import is_expert
 from m6.training.engine.tree_sum import BranchSum, TreeShape, sum_over_ranks
-from m6.training.expert_groups import expert_group
+from m6.training.mesh import Mesh, ParallelDims, expert_group
 from m6.training.offloading.experts import OffloadedExperts
 
 
@@ -30,28 +30,31 @@ class AnyWorldEngine(Engine):
     """
 
     def __init__(
-        self, deepspeed: Any, config: RunConfig, device: torch.device, offloaded: OffloadedExperts | None
+        self,
+        deepspeed: Any,
+        config: RunConfig,
+        mesh: Mesh,
+        offloaded: OffloadedExperts | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
-        check_device(config, device)
-        super().__init__(deepspeed, config, device, offloaded)
-        world_size, ep_size = dist.get_world_size(), config.m6.training.ep_size
+        check_device(config, mesh.device)
+        super().__init__(deepspeed, config, mesh, offloaded, sharing)
         self.averaged_over = 1
-        self._shape = tree_shape(config, world_size)
-        self._same_experts = expert_group("expert_data_parallel", ep_size)
+        self._same_experts = expert_group("expert_data_parallel", mesh.dims.ep)
         self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self._branch = BranchSum(self._shape.run)
-        if device.type == "cuda":
+        if mesh.device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is refused
             torch.use_deterministic_algorithms(True)
         deepspeed.enable_backward_allreduce = False
         if self._zero_stage > 0:
-            self._norm = torch.zeros((), dtype=torch.float64, device=device)
+            self._norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
             zero = deepspeed.optimizer
             zero.scaled_global_norm = lambda norm_type=2: self._norm
             zero.clip_grad = 0.0  # stage 0 would round another factor
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> None:
         """See ``Engine.accumulate``."""
+        self._branch = BranchSum(tree_shape(len(micro_batches), self._mesh.dims).run)
         # DeepSpeed takes every micro-batch for one in the middle of a step: it keeps the gradients as they are.
         self._deepspeed.set_gradient_accumulation_boundary(False)
         for _ in self._each(micro_batches, loss, seeds):
@@ -72,7 +75,7 @@ class AnyWorldEngine(Engine):
         """The gradients of the global batch, in the order of ``_take_gradients``."""
         branch = self._branch.finish()
         found: dict[int, Tensor] = {}
-        groups, size = self._shape.groups, self._shape.group_size
+        groups, size = self._mesh.dims.edp, self._mesh.dims.ep
         for of_experts in (False, True):
             # Without expert parallelism every rank has all experts.
             split = of_experts and self._same_experts is not None
@@ -117,8 +120,6 @@ def check_device(config: RunConfig, device: torch.device) -> None:
         )
 
 
-def tree_shape(config: RunConfig, world_size: int) -> TreeShape:
-    """The tree of a run on ``world_size`` ranks."""
-    ep_size = config.m6.training.ep_size
-    leaves = config.deepspeed.accumulation_steps(world_size) * world_size // ep_size
-    return TreeShape(leaves, world_size // ep_size, ep_size)
+def tree_shape(micro_batches: int, dims: ParallelDims) -> TreeShape:
+    """The tree of a step in which a rank has so many micro-batches."""
+    return TreeShape(micro_batches * dims.edp, dims.edp, dims.ep)

@@ -6,7 +6,6 @@ import sys
 import warnings
 
 import torch
-import torch.distributed as dist
 
 from m6.architecture.sharing import Sharing
 from m6.config.checks import check_world_size
@@ -20,29 +19,25 @@ from m6.model.tensor.layers import divide_layers
 from m6.runs.processes import Runtime
 from m6.training.engine import tensor_norms
 from m6.training.engine.any_world import AnyWorldEngine
-from m6.training.engine.compressed import CompressedEngine
 from m6.training.engine.engine import Engine
 from m6.training.engine.flushless_pipeline import FlushlessPipelineEngine
 from m6.training.engine.large_batch import LargeBatchOptimizer
 from m6.training.engine.matrices import layouts_in_zero
-from m6.training.engine.model_groups import ModelGroups
 from m6.training.engine.muon import Muon
 from m6.training.engine.optimizer import build_optimizer
 from m6.training.engine.pipeline import PipelineEngine
-from m6.training.engine.pipeline_groups import PipelineGroups
 from m6.training.engine.sliced_pipeline import SlicedPipelineEngine
 from m6.training.engine.tensor import TensorEngine
+from m6.training.mesh import Mesh, ParallelDims
 from m6.training.meta_model import build_meta_model
 from m6.training.offloading.experts import OffloadedExperts
-from m6.training.places import Places, layers_of
 
 
 def build_model(
     config: RunConfig,
     device: torch.device,
     sharing: Sharing | None = None,
-    places: Places | None = None,
-    replicas: dist.ProcessGroup | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[M6ForConditionalGeneration, OffloadedExperts | None]:
     """Builds this rank's part of the model on ``device``.
 
@@ -54,8 +49,7 @@ def build_model(
 
     Args:
         sharing: what the layers of the Pseudo model share; None: the Real model.
-        places: of this rank; None: it has the whole model, but for experts of other ranks.
-        replicas: the ranks that hold the same part of the model; None: all.
+        mesh: of this rank; None: it has the whole model, but for experts of other ranks.
 
     Returns:
         the model, and its offloaded experts, if the run offloads them.
@@ -64,11 +58,13 @@ def build_model(
     model = build_meta_model(config, sharing)
     if training.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if places is not None and config.pipeline is not None:
+    if mesh is not None and config.pipeline is not None:
         # After the split of experts, whose groups all ranks make, also those that keep none.
-        keep_layers(model, layers_of(config, places.pipeline_rank))
-    if places is not None and config.tensor is not None:
-        divide_layers(model, config.model, config.tensor.placement, places.tensor_groups(), places.rank)
+        keep_layers(model, config.pipeline.layers_of(mesh.dims.pp_rank, config.model.num_layers))
+    if mesh is not None and config.tensor is not None:
+        groups = mesh.dims.ranks("tp")
+        divide_layers(model, config.model, config.tensor.placement, groups, mesh.dims.rank, mesh.own_group)
+    replicas = None if mesh is None else mesh.replicas
     offloaded = None if config.expert_store is None else OffloadedExperts(model, config, device, sharing, replicas)
     model.to_empty(device=device)
     model.tie_weights()
@@ -91,21 +87,18 @@ def build_engine(
     import deepspeed
 
     check_world_size(config, runtime.world_size)
-    places = Places.of(config, runtime)
-    groups: ModelGroups | None = None
+    dims = ParallelDims.of(config, runtime.rank, runtime.world_size)
     if config.pipeline is not None:
-        groups = PipelineGroups(places, runtime.device)
         # So that the log of a rank that fails or hangs names its part of the model.
-        print(f"place: rank {runtime.rank}, {places.describe(config)}", file=sys.stderr, flush=True)
-    elif config.tensor is not None:
-        groups = ModelGroups(places, places.tensor_groups(), runtime.device)
-    deepspeed.utils.groups.mpu = groups
-    replicas = None if groups is None else groups.replicas
-    model, offloaded = build_model(config, runtime.device, sharing, places, replicas)
+        stages = config.pipeline.describe_rank(dims.pp_rank, config.model.num_layers)
+        print(f"place: rank {runtime.rank}, pipeline {dims.dp_rank}, {stages}", file=sys.stderr, flush=True)
+    mesh = Mesh(dims, runtime.device)
+    mpu = mesh.install()
+    model, offloaded = build_model(config, runtime.device, sharing, mesh)
     if sharing is not None and config.m6.pseudo_to_real is not None and config.m6.pseudo_to_real.gradient == "mean":
         divide_gradients(model)
     optimizer = build_optimizer(model, config.deepspeed, config.m6.training.ep_size)
-    deepspeed_config = config.deepspeed.engine_config(places.data_size)
+    deepspeed_config = config.deepspeed.engine_config(dims.dp)
     if config.m6.communication.compresses:
         deepspeed_config["communication_data_type"] = "fp32"  # also in steps that leave nothing out
     # DeepSpeed's initialization prints warnings about features that the run does not use.
@@ -115,7 +108,7 @@ def build_engine(
             model=model,
             optimizer=optimizer,
             config=deepspeed_config,
-            mpu=groups,
+            mpu=mpu,
             dist_init_required=False,
         )
     if isinstance(optimizer, Muon) and config.deepspeed.zero_stage > 0:
@@ -125,23 +118,14 @@ def build_engine(
     if runtime.world_size == 1 and config.deepspeed.zero_stage == 0:
         # With one rank there is nothing to average, but DeepSpeed would still copy every gradient twice.
         initialized.enable_backward_allreduce = False
-    if config.pipeline is not None:
-        return _pipeline_type(config)(initialized, config, runtime.device, offloaded, sharing)
-    if config.tensor is not None:
-        return TensorEngine(initialized, config, runtime.device)
-    if engine_type is None:
-        engine_type = _engine_type(config)
-    return engine_type(initialized, config, runtime.device, offloaded)
-
-
-def _pipeline_type(config: RunConfig) -> type[PipelineEngine]:
-    assert config.pipeline is not None
-    if config.is_flushless:
-        return FlushlessPipelineEngine
-    return PipelineEngine if config.pipeline.slices is None else SlicedPipelineEngine
+    return (engine_type or _engine_type(config))(initialized, config, mesh, offloaded, sharing)
 
 
 def _engine_type(config: RunConfig) -> type[Engine]:
-    if config.m6.communication.compresses:
-        return CompressedEngine
+    if config.pipeline is not None:
+        if config.is_flushless:
+            return FlushlessPipelineEngine
+        return PipelineEngine if config.pipeline.slices is None else SlicedPipelineEngine
+    if config.tensor is not None:
+        return TensorEngine
     return Engine if config.m6.training.deterministic is None else AnyWorldEngine

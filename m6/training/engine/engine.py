@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from m6.architecture.sharing import Sharing
 from m6.checkpoints.format import WeightReader
 from m6.checkpoints.fragment import LATE_UPDATE, Fragment
 from m6.config.run import RunConfig
@@ -25,12 +24,14 @@ from m6.model.outputs import M6Output
 from m6.planning.cost.storages import storage_bytes
 from m6.training.engine import state
 from m6.training.engine.clipping import clip_gradients, count_in_norm
+from m6.training.engine.compressed import CompressedGradients
 from m6.training.engine.fragments import fragments
+from m6.training.engine.handover import give_partition, take_gradient
 from m6.training.engine.late_gradients import LateGradients
 from m6.training.engine.loss_scale import LossScale
 from m6.training.engine.partitions import is_expert, is_partitioned
 from m6.training.engine.turns import forward_in_turns
-from m6.training.expert_groups import expert_group, named_expert_group
+from m6.training.mesh import Mesh, expert_group, named_expert_group
 from m6.training.offloading.experts import OffloadedExperts
 from m6.training.reduction.residuals import load_residuals
 from m6.training.replicas import Replicated
@@ -78,6 +79,10 @@ class Engine:
       fragment changes the state; the writer then calls ``publish_weights``.
     - ``counters`` and ``load_counters`` carry everything else that the next step depends on.
 
+    Args:
+        mesh: of this rank.
+        sharing: what the layers of the Pseudo model share; None: the Real model.
+
     Attributes:
         module: the part of the model on this rank.
         offloaded: experts in the store of ``offload``; None if the run does not offload.
@@ -89,20 +94,26 @@ class Engine:
         self,
         deepspeed: DeepSpeedEngine,
         config: RunConfig,
-        device: torch.device,
+        mesh: Mesh,
         offloaded: OffloadedExperts | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
-        self._deepspeed = deepspeed
-        self._device = device
+        self._deepspeed, self._config, self._sharing = deepspeed, config, sharing
+        self._mesh, self._device = mesh, mesh.device
         self._zero_stage = config.deepspeed.zero_stage
         self._max_norm = config.deepspeed.gradient_clipping
         self._expert_group = expert_group("expert_parallel", config.m6.training.ep_size)
         self._learning_rate = 0.0
-        self.averaged_over = dist.get_world_size()
-        self.replicas: dist.ProcessGroup | None = None
+        self.averaged_over = mesh.dims.dp
+        self.replicas = mesh.replicas
         self.module: M6ForConditionalGeneration = deepspeed.module
         self._at_once = config.m6.training.micro_batches_at_once
         self.offloaded = offloaded
+        # Gradients that are summed here and not by DeepSpeed, but for steps that leave nothing out.
+        self._compressed: CompressedGradients | None = None
+        if config.m6.communication.compresses:
+            self._compressed = CompressedGradients(config, mesh, self.module)
+        self._reduces_alone = deepspeed.enable_backward_allreduce
         self._loss_scale = LossScale(deepspeed.optimizer) if self._zero_stage > 0 else None
         self._late = None if config.m6.gradient_delay is None else LateGradients(deepspeed)
         # At stage 0 our own clipping adds the experts to the norm, see ``update``.
@@ -127,6 +138,14 @@ class Engine:
             loss: see ``LossFunction``.
             seeds: one seed per micro-batch, for dropout.
         """
+        if self._compressed is not None:
+            self._deepspeed.enable_backward_allreduce = self._reduces_alone and not self._sums_here
+        if self._sums_here:
+            # DeepSpeed takes every micro-batch for one in the middle of a step: it adds up and reduces nothing.
+            self._deepspeed.set_gradient_accumulation_boundary(False)
+            for _ in self._each(micro_batches, loss, seeds):
+                pass
+            return
         last = len(micro_batches) // self._at_once - 1
         # DeepSpeed's own count of micro-batches knows no batch that grows.
         self._deepspeed.set_gradient_accumulation_boundary(last == 0)
@@ -169,7 +188,40 @@ class Engine:
 
     def update(self) -> Update:
         """Clips the gradients by their norm and updates the weights, or skips the step if a gradient is not finite."""
+        if self._compressed is not None:
+            here = self._sums_here
+            if here:
+                self._sum_here(self._compressed)
+            self._compressed.end_step(reduced_elsewhere=not here)
         return self._update(0.0 if self.offloaded is None else self.offloaded.measure())
+
+    @property
+    def _sums_here(self) -> bool:
+        """Whether this class sums the gradients of the current step over ranks, and DeepSpeed does not.
+
+        It does not in a step that leaves nothing out and has no residual to send. Such a step is that of a run without
+        compression to the bit, because an all-reduce adds up in an order that depends on where an element lies in a
+        message, and DeepSpeed's messages are its own. They are in fp32, as ours.
+        """
+        return self._compressed is not None and not self._compressed.leaves_nothing_out
+
+    def _sum_here(self, compressed: CompressedGradients) -> None:
+        """Takes this rank's gradients of a step, and gives DeepSpeed their sums; at stage 1 it takes its partition.
+
+        DeepSpeed clips what was sent, as it clips sums of whole gradients.
+        """
+        loss_scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        scale = self.averaged_over * loss_scale
+        gradients = {parameter: take_gradient(parameter).div_(scale) for parameter in trained}
+        sums = compressed.sums(gradients, compressed.are_finite(gradients))
+        if self._zero_stage == 0:
+            for parameter, gradient in sums.items():
+                parameter.grad = gradient.to(parameter.dtype)
+        else:
+            scaled = {parameter: gradient.mul_(loss_scale) for parameter, gradient in sums.items()}
+            give_partition(self._deepspeed.optimizer, scaled)
+        self._deepspeed.set_gradient_accumulation_boundary(True)
 
     def _update(self, squares: float) -> Update:
         """Updates with gradients of offloaded experts that have this sum of squares."""
@@ -205,8 +257,8 @@ class Engine:
             self.offloaded.runtime.use_late_gradients()
 
     def interval_metrics(self) -> dict[str, Any]:
-        """Entries of metrics.jsonl since the last call, which every rank makes once in a log interval; here none."""
-        return {}
+        """Entries of metrics.jsonl since the last call, which every rank makes once in a log interval."""
+        return {} if self._compressed is None else self._compressed.interval_metrics()
 
     def measuring(self) -> AbstractContextManager[Any]:
         """A context around a step that measures the memory for the plan of offloaded experts."""
@@ -298,7 +350,8 @@ class Engine:
 
     def residual_fragments(self) -> Iterator[Fragment]:
         """Yields state that depends on the number of ranks: gradients that this rank has not sent yet."""
-        yield from ()
+        if self._compressed is not None:
+            yield from self._compressed.fragments()
 
     def load_residuals(self, reader: WeightReader) -> None:
         """Restores ``residual_fragments`` of a checkpoint of any number of ranks.
@@ -306,7 +359,10 @@ class Engine:
         Raises:
             UserError: the checkpoint has gradients that were not sent, and this engine would lose them.
         """
-        load_residuals(reader, {}, dist.get_rank(), dist.get_world_size())
+        if self._compressed is not None:
+            self._compressed.load(reader)
+        else:
+            load_residuals(reader, {}, self._mesh.dims.dp_rank, self._mesh.dims.dp)
 
     def publish_weights(self) -> None:
         """Copies weights that were written into the fragments to the tensors that the forward pass reads."""
@@ -359,6 +415,8 @@ class Engine:
         if self._loss_scale is not None:
             self._loss_scale.load_state(counters.get("loss_scaler", {}))
         self._deepspeed.global_steps = step  # DeepSpeed's own counter, which follows ours
+        if self._compressed is not None:
+            self._compressed.begin_at(step)
 
     def release(self) -> None:
         """Frees all memory of the engine; it cannot be used afterwards."""

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.training.engine.engine import LossFunction, Update
 from m6.training.engine.pipeline import PipelineEngine, Step
@@ -27,7 +26,7 @@ class UnderWay:
 
     Attributes:
         step: the number of its step, counted from the first one of this engine.
-        number: of the micro-batch in its step.
+        is_last: whether it is the last micro-batch of its step.
         hidden_states: what the stage received, [B, S, D]; None in the first stage.
         output: of the stage: hidden states, or the loss [1] of the last one.
         learning_rate: of its step.
@@ -35,7 +34,7 @@ class UnderWay:
     """
 
     step: int
-    number: int
+    is_last: bool
     hidden_states: Tensor | None
     output: Tensor
     learning_rate: float
@@ -55,11 +54,11 @@ class FlushlessPipelineEngine(PipelineEngine):
     all passes first, as the other engines do.
     """
 
-    def _build_schedule(self, config: RunConfig) -> None:
+    def _build_schedule(self) -> None:
         """Makes what takes the place of PyTorch's schedules, which end all passes of a step."""
-        self._links = PipelineLinks(self._groups, self._device)
+        self._links = PipelineLinks(self._mesh, self._ends)
         [(self._number, self._stage)] = self._stages.items()
-        self._ahead = self._groups.places.pipeline_size - 1 - self._number
+        self._ahead = self._mesh.dims.pp - 1 - self._number
         self._under_way: deque[UnderWay] = deque()
         self._begun = 0  # steps of this engine
         self._ended: tuple[int, StepGradients] | None = None  # a step that waits for its update
@@ -75,8 +74,8 @@ class FlushlessPipelineEngine(PipelineEngine):
         self._send_table()
         self._step, self._begun = self._begin(micro_batches, loss, seeds), self._begun + 1
         weights: Weights = {}
-        for number in range(self._micro_batches):
-            if number == self._micro_batches - self._ahead:
+        for number in range(len(micro_batches)):
+            if number == len(micro_batches) - self._ahead:
                 # From here on backward passes come after the update for the next step.
                 weights = {parameter: parameter.data.clone() for parameter in self._trained}
             self._pass_forward(number, weights)
@@ -120,7 +119,8 @@ class FlushlessPipelineEngine(PipelineEngine):
             output = self._pass(self._stage, hidden_states, number)
         if not self._stage.is_last:
             self._send(output.detach(), self._number + 1, self._links.forward)
-        self._under_way.append(UnderWay(self._begun, number, hidden_states, output, self._learning_rate, weights))
+        is_last = number + 1 == len(self._step.batches)
+        self._under_way.append(UnderWay(self._begun, is_last, hidden_states, output, self._learning_rate, weights))
 
     def _pass_backward(self) -> None:
         """The backward pass of the oldest micro-batch under way."""
@@ -132,7 +132,7 @@ class FlushlessPipelineEngine(PipelineEngine):
         if oldest.hidden_states is not None:
             assert oldest.hidden_states.grad is not None
             self._send(oldest.hidden_states.grad, self._number - 1, self._links.backward)
-        if oldest.number + 1 == self._micro_batches:
+        if oldest.is_last:
             self._end_step(oldest)
 
     def _end_step(self, last: UnderWay) -> None:
@@ -140,7 +140,7 @@ class FlushlessPipelineEngine(PipelineEngine):
         self._add_gradient_of_table()
         if self._ended is not None:
             self._apply_ended()
-        self._ended = last.step, self._gradients.collect(last.learning_rate, 0.0, self._links.sums)
+        self._ended = last.step, self._gradients.collect(last.learning_rate, 0.0, self._links.sums, self._scale)
 
     def _apply_ended(self) -> None:
         """Updates with the gradients of the ended step."""
@@ -172,21 +172,23 @@ class FlushlessPipelineEngine(PipelineEngine):
             return
         assert self._table is not None
         if self._copy is None:
-            self._links.send(self._table.data, self._groups.last, self._links.table)
+            self._links.send(self._table.data, self._mesh.stage_ends[1], self._links.table)
         else:
-            dist.recv(self._table.data, self._groups.first, group=self._links.table)
+            dist.recv(self._table.data, self._mesh.stage_ends[0], group=self._links.table)
 
     def _add_gradient_of_table(self) -> None:
         if self._links.gradient_of_table is None:
             return
         assert self._table is not None
+        if not self._table.requires_grad:
+            return
         gradient = torch.zeros_like(self._table) if self._table.grad is None else self._table.grad
         if self._copy is not None:
-            self._links.send(gradient, self._groups.first, self._links.gradient_of_table)
+            self._links.send(gradient, self._mesh.stage_ends[0], self._links.gradient_of_table)
             self._copy.grad = None
         else:
             group = self._links.gradient_of_table
-            gradient += self._links.receive(gradient.shape, gradient.dtype, self._groups.last, group)
+            gradient += self._links.receive(gradient.shape, gradient.dtype, self._mesh.stage_ends[1], group)
             self._table.grad = gradient
 
     def _send(self, tensor: Tensor, stage: int, group: dist.ProcessGroup | None) -> None:

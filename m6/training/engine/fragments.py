@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.training.engine.partitions import full_shape, is_expert, is_partitioned, partition_numel
-from m6.training.expert_groups import named_expert_group
+from m6.training.mesh import named_expert_group
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

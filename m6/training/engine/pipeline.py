@@ -23,10 +23,9 @@ from m6.model.stages import ModelStage
 from m6.training.engine.clipping import shrink
 from m6.training.engine.engine import Engine, LossFunction, Update
 from m6.training.engine.pipeline_gradients import StageGradients, StepGradients
-from m6.training.engine.pipeline_groups import PipelineGroups
 from m6.training.engine.pipeline_schedule import NumberedStage, build_schedule
+from m6.training.mesh import Mesh
 from m6.training.offloading.experts import OffloadedExperts
-from m6.training.places import stages_in_words
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -49,31 +48,27 @@ class PipelineEngine(Engine):
 
     The token embedding belongs to the first stage. If the last one is on another rank, it has a copy for its logits,
     which is sent before each step. The copy's gradient is added to that of the first stage.
-
-    Args:
-        sharing: as in ``build_model``.
     """
 
     def __init__(
         self,
         deepspeed: DeepSpeedEngine,
         config: RunConfig,
-        device: torch.device,
-        offloaded: OffloadedExperts | None,
-        sharing: Sharing | None,
+        mesh: Mesh,
+        offloaded: OffloadedExperts | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
-        super().__init__(deepspeed, config, device, offloaded)
+        super().__init__(deepspeed, config, mesh, offloaded, sharing)
         assert config.pipeline is not None
-        self._groups: PipelineGroups = deepspeed.mpu
-        self._config, self._sharing = config, sharing
         self.averaged_over = 1
-        self.replicas = self._groups.replicas
+        self._ends = mesh.of_ends("ends")
         self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self._gradients = StageGradients(deepspeed, config, self._groups, self._trained, device)
+        self._gradients = StageGradients(deepspeed, config, mesh, self._trained, self._compressed)
         self._autocast = config.deepspeed.precision == "fp32" and config.deepspeed.product_dtype == "bf16"
         self._step = Step()
         self._stages = self._build_stages(config)
-        self._schedule = self._build_schedule(config)
+        self._scheduled = self._config.accumulation_steps(mesh.dims.world_size)  # micro-batches of this rank in a step
+        self._schedule = self._build_schedule()
 
     # A training step
 
@@ -81,6 +76,9 @@ class PipelineEngine(Engine):
         """See ``Engine.accumulate``; ``loss`` gets the parts of a micro-batch that this rank's stages yield."""
         self._deepspeed.train()
         self._send_table()
+        if len(micro_batches) != self._scheduled:  # the batch has grown
+            self._scheduled = len(micro_batches)
+            self._schedule = self._build_schedule()
         self._step = self._begin(micro_batches, loss, seeds)
         numbers = torch.arange(len(self._step.batches))
         self._schedule.step(number=numbers, target=numbers, return_outputs=False)
@@ -98,18 +96,18 @@ class PipelineEngine(Engine):
             if index > 0 and index - 1 not in self._stages:
                 shape = (*batch.input_ids.shape, self._config.model.hidden_size)
                 hidden_states = torch.empty(shape, dtype=self._dtype, device=self._device)
-                dist.recv(hidden_states, self._rank_of(index - 1), group=self._groups.model)
+                dist.recv(hidden_states, self._rank_of(index - 1), group=self._mesh.model)
             hidden_states, output = self._run(stage, hidden_states, batch, seed)
             if stage.is_last:
                 found = output
             elif index + 1 not in self._stages:
-                dist.send(hidden_states.contiguous(), self._rank_of(index + 1), group=self._groups.model)
+                dist.send(hidden_states.contiguous(), self._rank_of(index + 1), group=self._mesh.model)
         return found
 
     def update(self) -> Update:
         """See ``Engine.update``."""
         other_squares = 0.0 if self.offloaded is None else self.offloaded.measure()
-        return self._apply(self._gradients.collect(self._learning_rate, other_squares, self._groups.model))
+        return self._apply(self._gradients.collect(self._learning_rate, other_squares, self._mesh.model, self._scale))
 
     def _apply(self, ended: StepGradients) -> Update:
         """Clips the gradients of a step and updates the weights, or skips the step."""
@@ -130,8 +128,12 @@ class PipelineEngine(Engine):
         if self.offloaded is not None:
             self.offloaded.update(ended.learning_rate, norm, scale)
         finite = ended.squares.isfinite().tolist()
-        nonfinite = (stages_in_words(self._config, place) for place, each in enumerate(finite) if not each)
+        nonfinite = (self._words(place) for place, each in enumerate(finite) if not each)
         return Update(norm, skipped, scale, tuple(nonfinite))
+
+    def _words(self, pp_rank: int) -> str:
+        assert self._config.pipeline is not None
+        return self._config.pipeline.describe_rank(pp_rank, self._config.model.num_layers)
 
     @property
     def _scale(self) -> float:
@@ -166,14 +168,15 @@ class PipelineEngine(Engine):
         """The stages of this rank, by their numbers in the pipeline."""
         assert config.pipeline is not None
         cut = config.pipeline.cut(config.model.num_layers)
-        numbers = config.pipeline.stages_of(self._groups.places.pipeline_rank)
+        numbers = config.pipeline.stages_of(self._mesh.dims.pp_rank)
         self._copy: nn.Parameter | None = None
         self._table: nn.Parameter | None = None
         if 0 in numbers:
             self._table = self.module.model.embeddings.tokens.weight
         elif len(cut) - 1 in numbers:
             shape = (config.model.vocab_size, config.model.hidden_size)
-            self._copy = self._table = nn.Parameter(torch.empty(shape, dtype=self._dtype, device=self._device))
+            copy = torch.empty(shape, dtype=self._dtype, device=self._device)
+            self._copy = self._table = nn.Parameter(copy, requires_grad=config.m6.lora is None)
         return {number: ModelStage(self.module, cut[number], self._table) for number in numbers}
 
     def _numbered_stages(self, config: RunConfig) -> list[NumberedStage]:
@@ -193,20 +196,16 @@ class PipelineEngine(Engine):
                 row,
                 self._shape,
                 self._device,
-                self._groups.model,
+                self._mesh.model,
                 splits,
             )
             for index, stage in self._stages.items()
         ]
 
-    def _build_schedule(self, config: RunConfig) -> Any:
-        assert config.pipeline is not None
-        return build_schedule(config.pipeline, self._numbered_stages(config), self._micro_batches)
-
-    @property
-    def _micro_batches(self) -> int:
-        """Of this rank in a step."""
-        return self._config.accumulation_steps(self._groups.places.world_size)
+    def _build_schedule(self) -> Any:
+        """The schedule of a step with ``_scheduled`` micro-batches."""
+        assert self._config.pipeline is not None
+        return build_schedule(self._config.pipeline, self._numbered_stages(self._config), self._scheduled)
 
     def _shape(self, number: int) -> torch.Size:
         return self._step.batches[number].input_ids.shape
@@ -214,10 +213,10 @@ class PipelineEngine(Engine):
     def _rank_of(self, stage: int) -> int:
         """The global rank of a stage of this pipeline."""
         assert self._config.pipeline is not None
-        places = self._groups.places
-        size = places.pipeline_size
-        place = next(place for place in range(size) if stage in self._config.pipeline.stages_of(place))
-        return place * places.data_size + places.data_rank
+        dims = self._mesh.dims
+        return dims.rank_of_stage(
+            next(place for place in range(dims.pp) if stage in self._config.pipeline.stages_of(place))
+        )
 
     def _run(
         self,
@@ -249,19 +248,21 @@ class PipelineEngine(Engine):
 
     def _send_table(self) -> None:
         """Sends the token embedding to the rank of the last stage."""
-        if self._groups.ends is not None and self._has_copy:
+        if self._ends is not None and self._has_copy:
             assert self._table is not None
-            dist.broadcast(self._table.data, self._groups.first, group=self._groups.ends)
+            dist.broadcast(self._table.data, self._mesh.stage_ends[0], group=self._ends)
 
     def _add_gradient_of_table(self) -> None:
-        """Adds the gradient of the copy to that of the token embedding."""
-        if self._groups.ends is None or not self._has_copy:
+        """Adds the gradient of the copy to that of the token embedding, unless it is frozen beside adapters."""
+        if self._ends is None or not self._has_copy:
             return
         assert self._table is not None
+        if not self._table.requires_grad:
+            return
         gradient = self._table.grad
         if gradient is None:
             gradient = torch.zeros_like(self._table)
-        dist.reduce(gradient, self._groups.first, group=self._groups.ends)
+        dist.reduce(gradient, self._mesh.stage_ends[0], group=self._ends)
         self._table.grad = None if self._copy is not None else gradient
 
     @property

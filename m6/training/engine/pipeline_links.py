@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m6.training.engine.model_groups import form, own_group
-from m6.training.engine.pipeline_groups import PipelineGroups
+from m6.training.mesh import Mesh
 
 
 class PipelineLinks:
@@ -20,8 +19,8 @@ class PipelineLinks:
     those of the other direction.
 
     Args:
-        groups: of this rank.
-        device: on which the groups exchange tensors.
+        mesh: of this rank.
+        ends: see ``Mesh.of_ends``.
 
     Attributes:
         forward: to the next rank of the pipeline, for hidden states.
@@ -31,19 +30,13 @@ class PipelineLinks:
         gradient_of_table: from the last rank of the pipeline to the first one; None on the others.
     """
 
-    def __init__(self, groups: PipelineGroups, device: torch.device) -> None:
-        pipelines = groups.places.pipelines()
-        self.forward, self.backward, self.sums = (
-            own_group(pipelines, name) for name in ("forward", "backward", "sums")
-        )
-        ends = [[ranks[0], ranks[-1]] for ranks in pipelines]
-        self.table, self.gradient_of_table = groups.ends, own_group(ends, "gradient of the table")
-        for group in (self.forward, self.backward, self.sums, self.gradient_of_table):
-            form(group, device)
-        self._device = device
+    def __init__(self, mesh: Mesh, ends: dist.ProcessGroup | None) -> None:
+        self.forward, self.backward, self.sums = map(mesh.of_pipelines, ("forward", "backward", "sums"))
+        self.table, self.gradient_of_table = ends, mesh.of_ends("gradient of the table")
+        self._device = mesh.device
         # No message is older than two rounds of the pipeline when its receiver has it.
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
-        self._most = 2 * groups.places.pipeline_size
+        self._most = 2 * mesh.dims.pp
 
     def send(self, tensor: Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
         """Sends a tensor, which must not change before it is received, to a global rank of a group."""

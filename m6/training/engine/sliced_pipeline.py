@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.outputs import M6Output
 from m6.model.slices import SliceKeys
@@ -28,16 +27,19 @@ class SlicedPipelineEngine(PipelineEngine):
     routers depend on the micro-batch, the layer and the beginning of the slice.
     """
 
-    def _build_schedule(self, config: RunConfig) -> Any:
-        self._choice = SliceChoice(config, self._micro_batches)
+    def __init__(self, *arguments: Any) -> None:
         self._slices: list[Slice] = []
         self._keys: list[SliceKeys] = []  # of each micro-batch
         self._counts: list[int] = []  # slices of each micro-batch since the last report
+        super().__init__(*arguments)
         for block in self.module.model.layers:
             # A second call of a block, by activation checkpointing, keeps its keys: see ``SliceCache.update``.
             block._can_checkpoint_with_cache = True
-        [stage] = self._numbered_stages(config)
-        return SlicedSchedule(stage, self._micro_batches * self._choice.most)
+
+    def _build_schedule(self) -> Any:
+        self._choice = SliceChoice(self._config, self._scheduled)
+        [stage] = self._numbered_stages(self._config)
+        return SlicedSchedule(stage, self._scheduled * self._choice.most)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> None:
         """See ``PipelineEngine.accumulate``."""
@@ -45,9 +47,9 @@ class SlicedPipelineEngine(PipelineEngine):
         self._slices, self._keys = [], []
 
     def interval_metrics(self) -> dict[str, Any]:
-        """``slices``: of a micro-batch of this rank on average; see ``Engine.interval_metrics``."""
+        """``slices``, of a micro-batch of this rank on average, and those of ``Engine.interval_metrics``."""
         counts, self._counts = self._counts, []
-        return {"slices": sum(counts) / max(1, len(counts))}
+        return {**super().interval_metrics(), "slices": sum(counts) / max(1, len(counts))}
 
     def _begin(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> Step:
         cuts = self._common([self._choice.cuts(batch) for batch in micro_batches])

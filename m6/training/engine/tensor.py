@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from m6.architecture.sharing import Sharing
 from m6.checkpoints.fragment import Fragment
 from m6.config.run import RunConfig
 from m6.model.tensor.placement import Shard
 from m6.training.engine.engine import Engine
-from m6.training.engine.model_groups import ModelGroups
+from m6.training.mesh import Mesh
+from m6.training.offloading.experts import OffloadedExperts
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -34,12 +36,16 @@ class TensorEngine(Engine):
     matrices together, and yields a range of them to each rank of the run. ``publish_weights`` takes the parts back.
     """
 
-    def __init__(self, deepspeed: DeepSpeedEngine, config: RunConfig, device: torch.device) -> None:
-        super().__init__(deepspeed, config, device)
-        self._groups: ModelGroups = deepspeed.mpu
-        self.averaged_over = self._groups.places.data_size
-        self.replicas = self._groups.replicas
-        self._expert_group = self._groups.model  # whose ranks have other parts of the gradient, see ``clip_gradients``
+    def __init__(
+        self,
+        deepspeed: DeepSpeedEngine,
+        config: RunConfig,
+        mesh: Mesh,
+        offloaded: OffloadedExperts | None = None,
+        sharing: Sharing | None = None,
+    ) -> None:
+        super().__init__(deepspeed, config, mesh, offloaded, sharing)
+        self._expert_group = mesh.model  # whose ranks have other parts of the gradient, see ``clip_gradients``
         self._shards: dict[str, Shard] = {
             name: parameter.shard for name, parameter in self.module.named_parameters() if hasattr(parameter, "shard")
         }
@@ -54,17 +60,17 @@ class TensorEngine(Engine):
         """See ``Engine.fragments``; all ranks call it together."""
         self._lent.clear()
         parts: dict[_Key, list[Fragment]] = {}
-        places = self._groups.places
+        dims = self._mesh.dims
         for fragment in super().fragments(to_fill):
             if fragment.name in self._shards:
                 parts.setdefault((fragment.name, fragment.kind), []).append(fragment)
             else:
                 index, count = fragment.replica
-                shared = (index * places.tensor_size + places.tensor_rank, count * places.tensor_size)
+                shared = (index * dims.tp + dims.tp_rank, count * dims.tp)
                 yield replace(fragment, replica=shared)
         for key in self._keys(parts):
             whole = self._whole(key, parts.get(key, []))
-            begin, end = self._range(whole.numel())
+            begin, end = self._mesh.dims.share(whole.numel())
             self._lent[key] = Fragment(*key, begin, whole.view(-1)[begin:end].clone(), tuple(whole.shape))
             yield self._lent[key]
 
@@ -85,7 +91,7 @@ class TensorEngine(Engine):
 
     def _keys(self, parts: dict[_Key, list[Fragment]]) -> list[_Key]:
         """The divided tensors of all ranks, in one order: ZeRO may leave a rank nothing of a small one."""
-        found: list[list[_Key]] = [[] for _ in range(dist.get_world_size())]
+        found: list[list[_Key]] = [[] for _ in range(self._mesh.dims.world_size)]
         dist.all_gather_object(found, list(parts))
         return sorted({key for keys in found for key in keys})
 
@@ -101,7 +107,3 @@ class TensorEngine(Engine):
         place.copy_(part.view_as(place))
         dist.all_reduce(whole)
         return whole
-
-    def _range(self, numel: int) -> tuple[int, int]:
-        rank, world = self._groups.places.rank, self._groups.places.world_size
-        return numel * rank // world, numel * (rank + 1) // world

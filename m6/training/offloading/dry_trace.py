@@ -17,7 +17,7 @@ from m6.planning.machine.fake_world import FakeWorld, fake_tensors
 from m6.planning.prediction import predict_memory
 from m6.training.fake_batch import fake_batch
 from m6.training.offloading.modules import experts_of, offload_activations, stream
-from m6.training.offloading.passes import model_of_rank, own_places, run_in_turns, run_pipeline
+from m6.training.offloading.passes import model_of_rank, own_dims, run_in_turns, run_pipeline
 from offload import DryRuntime, Trace, in_mib
 
 
@@ -84,8 +84,8 @@ def dry_trace(
             self._world.restart_peak()
             return peak
 
-    model, places = model_of_rank(config, sharing), own_places(config)
-    constant = predict_memory(config, world_size, shape, sharing, places.pipeline_rank).optimizer_state
+    model, dims = model_of_rank(config, sharing), own_dims(config)
+    constant = predict_memory(config, world_size, shape, sharing, dims.pp_rank).optimizer_state
     constant += bucket_bytes(config, dtype)
     uses = experts_of(model)
     with fake_tensors() as world:
@@ -104,7 +104,7 @@ def dry_trace(
         passes = config.backward_passes(world_size)
         traced = min(2, passes) if config.pipeline is None else passes
         if config.pipeline is not None:
-            run_pipeline(model, config, places, batch)
+            run_pipeline(model, config, dims, batch)
         elif at_once > 1:
             for _ in range(traced):
                 run_in_turns(model, at_once, batch)

@@ -12,8 +12,8 @@ from m6.data.collate import MicroBatch
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.stages import ModelStage, keep_layers
 from m6.planning.cost.schedules import orders_of
+from m6.training.mesh import ParallelDims
 from m6.training.meta_model import build_meta_model
-from m6.training.places import Places, layers_of
 
 
 def model_of_rank(config: RunConfig, sharing: Sharing | None) -> M6ForConditionalGeneration:
@@ -26,15 +26,14 @@ def model_of_rank(config: RunConfig, sharing: Sharing | None) -> M6ForConditiona
     if config.m6.training.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.pipeline is not None:
-        keep_layers(model, layers_of(config, own_places(config).pipeline_rank))
+        keep_layers(model, config.pipeline.layers_of(own_dims(config).pp_rank, config.model.num_layers))
     return model
 
 
-def own_places(config: RunConfig) -> Places:
-    """The place of this process among all ranks; the only one where there are no others."""
-    if not dist.is_initialized():
-        return Places(0, 1, config.pipeline_size)
-    return Places(dist.get_rank(), dist.get_world_size(), config.pipeline_size)
+def own_dims(config: RunConfig) -> ParallelDims:
+    """The coordinates of this process; it is the only one where there are no others."""
+    own = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return ParallelDims.of(config, *own)
 
 
 def run_in_turns(model: M6ForConditionalGeneration, at_once: int, batch: MicroBatch) -> None:
@@ -49,7 +48,7 @@ def run_in_turns(model: M6ForConditionalGeneration, at_once: int, batch: MicroBa
     torch.stack([loss.sum() for loss in losses]).sum().backward()
 
 
-def run_pipeline(model: M6ForConditionalGeneration, config: RunConfig, places: Places, batch: MicroBatch) -> None:
+def run_pipeline(model: M6ForConditionalGeneration, config: RunConfig, dims: ParallelDims, batch: MicroBatch) -> None:
     """Runs the forward and backward passes of a step of a pipeline.
 
     Args:
@@ -58,10 +57,10 @@ def run_pipeline(model: M6ForConditionalGeneration, config: RunConfig, places: P
     """
     settings = config.pipeline
     assert settings is not None
-    cut, place = settings.cut(config.model.num_layers), places.pipeline_rank
+    cut, place = settings.cut(config.model.num_layers), dims.pp_rank
     table = model.model.embeddings.tokens.weight if 0 in settings.stages_of(place) else None
     stages = {number: _stage(model, config, cut[number], table) for number in settings.stages_of(place)}
-    micro_batches = config.accumulation_steps(places.world_size)
+    micro_batches = config.accumulation_steps(dims.world_size)
     order = orders_of(settings.schedule, settings.num_ranks, micro_batches, settings.stages_per_rank())[place]
     kept: dict[tuple[int, int], list[Tensor]] = {}
     for kind, number, micro_batch in order:

@@ -19,20 +19,20 @@ class CountedCollectives:
         group: None: all ranks.
 
     Attributes:
-        ranks: of the group.
+        group, ranks: see above; the number of its ranks.
         sent_bytes: bytes that this rank has sent, if an all-reduce is a ring, and an all-gather sends each rank's part
             to each other rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+        self.group = group
         self.ranks = dist.get_world_size(group)
         self.sent_bytes = 0.0
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums the tensor in place."""
         if self.ranks > 1:
-            dist.all_reduce(tensor, group=self._group)
+            dist.all_reduce(tensor, group=self.group)
             self.count_all_reduce(tensor)
 
     def count_all_reduce(self, tensor: Tensor) -> None:
@@ -42,7 +42,7 @@ class CountedCollectives:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in their order; all have one shape."""
         found = [torch.empty_like(tensor) for _ in range(self.ranks)]
-        dist.all_gather(found, tensor, group=self._group)
+        dist.all_gather(found, tensor, group=self.group)
         self.sent_bytes += gathered_bytes(tensor.nbytes, self.ranks)
         return found
 

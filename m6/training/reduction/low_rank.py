@@ -37,7 +37,7 @@ class LowRank:
         self._ranks = [min(rank, rows, columns) for _, rows, columns in self._matrices]
         # It demands two plain steps, in which DistributedDataParallel makes its buckets; here there are none.
         self._state = PowerSGDState(
-            None,
+            collectives.group,
             rank,
             start_powerSGD_iter=2,
             min_compression_rate=1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -20,11 +20,21 @@ def residual_fragments(residuals: Mapping[str, Tensor], rank: int) -> Iterator[F
         yield Fragment(name, f"{_KIND}{rank:05d}", 0, residual.view(-1), tuple(residual.shape))
 
 
-def load_residuals(reader: WeightReader, residuals: Mapping[str, Tensor], rank: int, world_size: int) -> None:
+def load_residuals(
+    reader: WeightReader,
+    residuals: Mapping[str, Tensor],
+    rank: int,
+    world_size: int,
+    kept: Collection[str] = (),
+) -> None:
     """Fills the residuals of this rank, so that all ranks together have what all ranks had that wrote the checkpoint.
 
     With fewer ranks a rank gets the sum of several residuals; with more, some ranks begin with none. Without residuals
     in the checkpoint all are 0.
+
+    Args:
+        rank, world_size: among the ranks that hold the same part of the model.
+        kept: names of the residuals that other ranks fill, too: those of other stages of a pipeline.
 
     Raises:
         UserError: the checkpoint has a residual that is not 0 and that this run does not keep.
@@ -34,7 +44,7 @@ def load_residuals(reader: WeightReader, residuals: Mapping[str, Tensor], rank: 
         if kind.startswith(_KIND):
             kinds.setdefault(name, []).append(kind)
     for name, stored in kinds.items():
-        if name not in residuals and any(_read(reader, name, kind).any() for kind in stored):
+        if name not in residuals and name not in kept and any(_read(reader, name, kind).any() for kind in stored):
             raise UserError(
                 f"{reader.folder}: holds gradients of {name} that were not sent yet, and this run would lose them; go "
                 "on with the m6.communication and m6.training.ep_size of the checkpoint, or first do a step that sends "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from m6.architecture.sharing import Sharing
 from m6.model.modeling import M6Block, M6ForConditionalGeneration
 from m6.training.engine.partitions import full_numel, is_expert, is_partitioned, local_part
-from m6.training.expert_groups import GroupKind, named_expert_group
+from m6.training.mesh import GroupKind, named_expert_group
 
 SAMPLE_SIZE = 1 << 16
 _INDEX_ARGUMENT = 3  # of M6Block.forward

@@ -121,8 +121,8 @@ WRONG = [
         "set m6.schedule.warmup_steps=0 to 700, or more m6.training.total_steps",
     ),
     (
-        "m6.communication.gradients=top_k",
-        'm6.communication.density: missing; m6.communication.gradients "top_k" needs it',
+        "m6.communication.gradients=topk",
+        "m6.communication.gradients: input should be 'all_reduce', 'top_k', 'chunks' or 'powersgd', found 'topk'",
     ),
     (
         "m6.parallel.pipeline.num_ranks=5",

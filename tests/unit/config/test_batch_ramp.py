@@ -9,7 +9,7 @@ from m6.config.batch_ramp import BatchRampStage, BatchSizes
 from m6.config.checks import check_world_size
 from m6.config.run import parse_config
 from m6.errors import UserError
-from m6.training.places import Places
+from m6.training.mesh import ParallelDims
 from m6.training.train_step import micro_batch_numbers
 from tests.fixtures.tiny_run import tiny_document
 
@@ -28,7 +28,7 @@ def test_samples_of_a_step_and_before_it():
 def test_every_micro_batch_is_computed_once_in_the_order_of_the_steps(tmp_path: Path, ranks: int):
     config = parse_config(tiny_document(tmp_path, **BATCHES))
     of_steps = [
-        [n for rank in range(ranks) for n in micro_batch_numbers(config, Places(rank, ranks), step)]
+        [n for rank in range(ranks) for n in micro_batch_numbers(config, ParallelDims(rank, ranks), step)]
         for step in range(6)
     ]
     assert [number for numbers in of_steps for number in numbers] == list(range((2 * 4 + 8 + 3 * 16) // 2))
@@ -41,9 +41,6 @@ def test_every_micro_batch_is_computed_once_in_the_order_of_the_steps(tmp_path: 
         ({"m6__training__batch_ramp": RAMP[::-1]}, "expected growing batches below train_batch_size 16, found 8, 4"),
         ({"train_batch_size": 8}, "expected growing batches below train_batch_size 8, found 4, 8"),
         ({"m6__training__total_steps": 3}, "has 3 steps, but the run has m6.training.total_steps 3"),
-        ({"m6__training__deterministic": "any_world"}, "has one tree of sums for all steps"),
-        ({"m6__offload": {}}, "m6.offload plans the memory of one number of micro-batches"),
-        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "DeepSpeed's offload_optimizer"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], message: str):

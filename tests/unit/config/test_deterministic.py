@@ -1,6 +1,5 @@
 """What ``"deterministic": "any_world"`` cannot do is refused before the run starts."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +14,6 @@ from m6.planning.search.feasibility import Feasibility
 from m6.training.checkpointing import check_same_sums
 from m6.training.engine.any_world import check_device
 from tests.fixtures.tiny_run import tiny_document
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage 2 adds up gradients in an order that depends"),
-    (
-        {"m6__offload": {"update": "backward"}, "train_batch_size": 2, "gradient_clipping": 0.0},
-        'm6.offload.update "backward" uses each gradient at once and keeps none',
-    ),
-    (
-        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-        "with zero_optimization.offload_optimizer DeepSpeed adds up gradients in host memory",
-    ),
-    (
-        {"zero_optimization": {"stage": 1}, "optimizer": {"type": "Lamb", "params": {"lr": 0.01}}},
-        "at zero_optimization.stage 1 optimizer.type Lamb adds up norms of the parts of tensors",
-    ),
-    (
-        {"communication_data_type": "bf16", "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-        "our engine adds up gradients, in fp32, and would ignore communication_data_type; leave it out",
-    ),
-    (
-        {"zero_optimization": {"stage": 1, "overlap_comm": True}},
-        "our engine adds up gradients, in fp32, and would ignore zero_optimization.overlap_comm; leave it out",
-    ),
-    ({"m6__moe__balance_scope": "global_batch"}, 'm6.moe.balance_scope "global_batch" balances the micro-batches'),
-    (
-        {"m6__pseudo_to_real": {"switch_step": 2, "switch": "gradient_correlation"}},
-        'm6.pseudo_to_real.switch "gradient_correlation" measures the gradients of one rank',
-    ),
-]
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +31,6 @@ def test_pooling_on_a_gpu(folder: Path):
         check_device(resnet, torch.device("cuda"))
     check_device(resnet, torch.device("cpu"))
     check_device(linear, torch.device("cuda"))
-
-
-@pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_what_depends_on_the_number_of_ranks(folder: Path, changes: dict[str, Any], message: str):
-    with pytest.raises(UserError, match=re.escape(f'm6.training.deterministic "any_world": {message}')):
-        config(folder, **changes)
-    parse_config(tiny_document(folder, **changes))  # without the mode it is no mistake
 
 
 def test_a_number_of_ranks_without_whole_branches(folder: Path):

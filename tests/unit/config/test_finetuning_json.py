@@ -26,7 +26,10 @@ def test_the_json_of_a_fine_tuning_without_the_run_to_begin_with(tmp_path: Path)
 
 
 def test_a_pseudo_stage_of_a_fine_tuning_names_the_remedy():
-    with pytest.raises(UserError, match=r"has no Pseudo stage; set it to null, or fine-tune with a JSON of configs"):
+    with pytest.raises(
+        UserError,
+        match=r"m6\.init .*; fine-tune with a JSON of configs/finetune, or leave m6\.pseudo_to_real",
+    ):
         load_config(CONFIGS / "m6_10t.json", ("m6.init=runs/base",))
 
 

@@ -138,7 +138,7 @@ def test_dense_optimizer_state_goes_as_a_whole():
         }
         settings = OffloadSettings(rules=[OffloadRule(**rule) for rule in rules])
         applied = apply_offload(settings, split_deepspeed(keys), model())
-        check_offload(settings, applied, model(), None, checkpointing=False)
+        check_offload(settings, applied, model(), checkpointing=False)
         return applied
 
     states = {"tensor": "optimizer_state", "place": "host"}

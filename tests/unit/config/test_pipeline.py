@@ -17,7 +17,6 @@ from m6.config.pipeline_sharing import check_sharing, cut_between_groups, keeps_
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
 from m6.planning.search.configuration import configure, layout_of
-from tests.fixtures.offload_sections import SMALL
 from tests.fixtures.tiny_run import tiny_document
 
 
@@ -56,7 +55,6 @@ IN_PLACE = {
     "image_text_denoising": {"weight": 0},
 }
 REFUSED = {
-    "ZeRO 2": (PLAIN, {"stage": 2}, r"zero_optimization\.stage 2 .* use stage 1 or 0"),
     "one rank": ({"num_ranks": 1}, {}, r"m6\.parallel\.pipeline\.num_ranks: .*2"),
     "unknown schedule": ({**PLAIN, "schedule": "gpipe"}, {}, r"m6\.parallel\.pipeline\.schedule"),
     "sum": ({**PLAIN, "layers": [3, 2]}, {}, r"layers \[3, 2\] has 5 layers, but .*num_layers is 4; use \[2, 2\]"),
@@ -69,9 +67,6 @@ REFUSED = {
         r'makes 6 stages, but m6\.model\.num_layers is 4.*num_ranks 2 or "schedule": "1f1b"',
     ),
     "no layer": ({"num_ranks": 5}, {}, r"makes 5 stages.*use num_ranks 4"),
-    "reduction": (PLAIN, {"zero_optimization": {"stage": 1, "overlap_comm": True}}, r"overlap_comm: .* leave it out"),
-    "timers": (PLAIN, {"wall_clock_breakdown": True}, "wall_clock_breakdown"),
-    "deterministic": (PLAIN, {"m6__training__deterministic": "any_world"}, "deterministic"),
     "one group": (
         PLAIN,
         {"m6__pseudo_to_real": {"switch_step": 2}},
@@ -82,63 +77,28 @@ REFUSED = {
         {"m6__pseudo_to_real": {"switch_step": 2, "num_groups": 2}},
         r'layers 0 and 1 share weights .*use "layers": \[2, 2\]',
     ),
-    "correlation": (
-        PLAIN,
-        {"m6__pseudo_to_real": {"switch_step": 2, "num_groups": 2, "switch": "gradient_correlation"}},
-        r'switch "gradient_correlation": it compares gradients of layers that are on several ranks .*another rule',
-    ),
-    "scope": (PLAIN, {"m6__moe__balance_scope": "global_batch"}, "balance_scope"),
-    "modules of autocast": (
-        PLAIN,
-        {"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]}},
-        "lower_precision_safe_modules",
-    ),
-    "compression": (
-        PLAIN,
-        {"m6__communication": {"gradients": "powersgd", "rank": 2}},
-        r"m6\.communication: it compresses gradients of whole models",
-    ),
-    "ramp": (
-        PLAIN,
-        {"m6__training__batch_ramp": [{"steps": 2, "batch_size": 8}]},
-        r"m6\.training\.batch_ramp: a schedule",
-    ),
-    "LAMB": (PLAIN, {"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, r'optimizer\.type "Lamb": its norms'),
-    "DeepSpeed's offloading": (
-        PLAIN,
-        {"m6__offload": {"policy": "deepspeed"}, "m6__moe": None},
-        r'm6\.offload\.policy "deepspeed": DeepSpeed\'s own offloading was not tried with m6\.parallel\.pipeline',
-    ),
     "nothing to offload": (
         {**ZBV, "layers": [1, 2, 1, 1]},
         {"m6__offload": {"device_budget_mib": 99.0}, "m6__model__num_layers": 5, "m6__model__moe_layer_frequency": 2},
         r"m6\.offload: rank 0 of m6\.parallel\.pipeline has layers \[0, 4\], none of which has experts",
     ),
-    "slices of other schedules": (
-        {**ZBV, "slices": 4},
-        {},
-        r'slices 4: backward passes of slices come in reverse order, which "schedule": "zbv" does not know; use '
-        '"schedule": "1f1b"',
+    "a stage without adapters": (
+        PLAIN,
+        {
+            "m6__lora": {"targets": ["experts"]},
+            "m6__init": "runs/first",
+            "m6__model__moe_layer_frequency": 4,
+        },
+        r"m6\.lora\.targets experts: stage 0 of m6\.parallel\.pipeline has layers 0 to 1, none .*; add \"attention\"",
     ),
     "one slice": ({**PLAIN, "slices": 1}, {}, r"pipeline\.slices.*2"),
     "more slices than tokens": ({**PLAIN, "slices": 65}, {}, r"sequence_length 64 tokens has at most 64 .*use 64"),
-    "slices with a capacity": (
-        {**PLAIN, "slices": "auto"},
-        {"m6__moe__capacity_factor": 1.25},
-        r"slices auto: with m6\.moe\.capacity_factor 1\.25 each slice .* use capacity_factor=null",
-    ),
-    "slices with offloaded experts": (
-        {**PLAIN, "slices": 2},
-        {"m6__offload": SMALL},
-        r"slices 2: plans of m6\.offload know a step of whole micro-batches",
-    ),
     "no place to cut": (
         {**PLAIN, "slices": 4},
         {"m6__objectives": IN_PLACE, "m6__data__packing": False, "m6__data__image_tokenizer": "tokenizers/image"},
         r"rows of 64 tokens have one sample \(m6\.data\.packing=false\).* image_code_denoising, predict targets in "
         r"place: 0 places; set m6\.data\.packing=true",
     ),
-    "adapters": (PLAIN, {"m6__lora": {"targets": ["experts"]}, "m6__init": "runs/first"}, r"m6\.lora: adapters"),
 }
 
 

@@ -9,9 +9,8 @@ from m6.architecture.received import received_by_expert, received_by_pair
 from m6.config.checks import check_world_size
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
-from m6.training.places import Places
+from m6.training.mesh import ParallelDims
 from m6.training.train_step import micro_batch_numbers
-from tests.fixtures.offload_sections import SMALL
 from tests.fixtures.tiny_run import tiny_document
 
 ONE: dict[str, Any] = {"num_ranks": 2}
@@ -26,7 +25,6 @@ def run(folder: Path, tensor: dict[str, Any], stage: int = 1, **changes: Any) ->
 
 
 REFUSED = {
-    "ZeRO 2": (ONE, {"stage": 2}, r"zero_optimization\.stage 2 .* use stage 1 or 0"),
     "one rank": ({"num_ranks": 1}, {}, r"m6\.parallel\.tensor\.num_ranks: .*2"),
     "unknown placement": ({**ONE, "placement": "4d"}, {}, r"m6\.parallel\.tensor\.placement"),
     "no square": ({"num_ranks": 6, "placement": "2d"}, {}, r'num_ranks 6 is no square.*use 4, or "1d"'),
@@ -38,28 +36,6 @@ REFUSED = {
         r"m6\.model\.ffn_hidden_size by 4, but it is 66; use 2",
     ),
     "blocks of a cube": (CUBE, {"m6__model__ffn_hidden_size": 66}, r"ffn_hidden_size by 4.*no num_ranks fits"),
-    "Adafactor": (
-        ONE,
-        {"optimizer": {"type": "Adafactor", "params": {"lr": 0.01}}, "stage": 0},
-        r'optimizer\.type "Adafactor" takes means.*use "AdamW"',
-    ),
-    "pipeline": (ONE, {"m6__parallel__pipeline": {"num_ranks": 2}}, r"m6\.parallel\.pipeline: stages of whole layers"),
-    "dropout of scores": (ONE, {"m6__model__attention_dropout": 0.1}, r"attention_dropout: ranks of .* would drop"),
-    "deterministic": (ONE, {"m6__training__deterministic": "any_world"}, "deterministic"),
-    "host": (
-        ONE,
-        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-        r"zero_optimization\.offload_optimizer: states in host memory",
-    ),
-    "adapters": (ONE, {"m6__lora": {"targets": ["dense"]}, "m6__init": "runs/first"}, r"m6\.lora: adapters are made"),
-    "Pseudo": (ONE, {"m6__pseudo_to_real": {"switch_step": 2}}, r"m6\.pseudo_to_real: layers that share weights"),
-    "compression": (
-        ONE,
-        {"m6__communication": {"gradients": "powersgd", "rank": 2}},
-        r"m6\.communication: it compresses gradients of whole models",
-    ),
-    "delay": (ONE, {"m6__gradient_delay": {"accept_loss": True}}, r"m6\.gradient_delay: .*were not tried"),
-    "elastic": (ONE, {"m6__elastic": {"max_nodes": 2}}, r"m6\.elastic: a new plan"),
 }
 
 
@@ -84,12 +60,6 @@ def test_experts_are_refused_with_the_numbers(tmp_path: Path, tensor: dict[str, 
     assert divided > whole
 
 
-def test_offloaded_experts_are_refused_as_experts(tmp_path: Path):
-    moe = {"num_experts": 4, "num_prototypes": 2}
-    with pytest.raises(UserError, match=r"m6\.parallel\.tensor: experts of m6\.moe"):
-        run(tmp_path, ONE, m6__moe=moe, m6__offload=SMALL)
-
-
 def test_ranks_that_read_the_same(tmp_path: Path):
     """Neighbours divide matrices; a step has the micro-batches that one rank would have."""
     config = run(tmp_path, ONE)
@@ -97,10 +67,8 @@ def test_ranks_that_read_the_same(tmp_path: Path):
     with pytest.raises(UserError, match=r"num_ranks 2 does not divide the world size 3; start 4 ranks"):
         check_world_size(config, 3)
     check_world_size(config, 4)
-    places = [Places(rank, 4, tensor_size=2) for rank in range(4)]
-    assert places[0].tensor_groups() == [[0, 1], [2, 3]]
-    assert places[0].replicas() == [[0, 2], [1, 3]]
-    assert [(each.data_rank, each.tensor_rank, each.reads_first) for each in places] == [
+    places = [ParallelDims(rank, 4, tp=2) for rank in range(4)]
+    assert [(each.dp_rank, each.tp_rank, each.reads_first) for each in places] == [
         (0, 0, True),
         (0, 1, False),
         (1, 0, True),
@@ -109,10 +77,3 @@ def test_ranks_that_read_the_same(tmp_path: Path):
     numbers = [micro_batch_numbers(config, each, 0) for each in places]
     assert numbers[0] == numbers[1]
     assert sorted(numbers[0] + numbers[2]) == list(range(8))
-
-
-def test_pipelines_keep_their_places():
-    places = Places(5, 8, pipeline_size=4)
-    assert (places.data_rank, places.pipeline_rank, places.tensor_rank) == (1, 2, 0)
-    assert places.replicas() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert places.pipelines() == [[0, 2, 4, 6], [1, 3, 5, 7]]

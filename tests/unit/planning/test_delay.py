@@ -68,12 +68,12 @@ def test_a_plan_prices_the_pipeline_without_a_flush():
         late, found
     )
     fp16 = planner("m6_100b", "a100_80g_x128", forced=forced)
-    assert "fp16's loss scale was not tried with it" in flushless_line(fp16, best, pipeline)
+    assert "fp16 changes the loss scale between two steps" in flushless_line(fp16, best, pipeline)
     streamed = planner("m6_1t", "v100_32g_x480")
     layout = ParallelLayout(480, 240, pp_size=2, zero_stage=1, micro_batch_size=4, stream_experts=True)
     judged = streamed.evaluate(layout)
     assert isinstance(judged, PricedLayout)
-    assert "the store of m6.offload has one version of the experts" in flushless_line(streamed, judged, judged)
+    assert "m6.offload has one version of the experts" in flushless_line(streamed, judged, judged)
 
 
 def test_what_does_not_wait_for_the_host_has_nothing_to_gain():

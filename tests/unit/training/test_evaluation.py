@@ -35,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(trainer: Trainer) -> dict[str, dict]:
-    return evaluate(trainer.engine, trainer.data, ALL, trainer.places, trainer.runtime.device)
+    return evaluate(trainer.engine, trainer.data, ALL, trainer.dims, trainer.runtime.device)
 
 
 def test_validation_does_not_depend_on_the_micro_batch(make_trainer: Callable[..., Trainer], tmp_path: Path):
@@ -46,7 +46,7 @@ def test_validation_does_not_depend_on_the_micro_batch(make_trainer: Callable[..
         trainer = make_trainer(f"micro_batch_{size}", train_micro_batch_size_per_gpu=size, **changes)
         settings = trainer.settings.evaluation
         assert settings.num_rows == 6
-        return evaluate(trainer.engine, trainer.data, settings.num_rows, trainer.places, trainer.runtime.device)[
+        return evaluate(trainer.engine, trainer.data, settings.num_rows, trainer.dims, trainer.runtime.device)[
             "validation"
         ]
 

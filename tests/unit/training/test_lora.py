@@ -149,7 +149,7 @@ def test_adapters_begin_as_the_model_without(make_finetuning, pretrained):
         ({"targets": ["attention"]}, {"m6__training__ep_size": 2}, 'needs "experts" among them'),
         ({"targets": ["attn"]}, {}, "'attention', 'dense' or 'experts'"),
         ({"rank": 0}, {}, r"m6\.lora\.rank"),
-        ({}, {"m6__offload": {"device_budget_mib": 100}}, r"m6\.lora: the experts of m6\.offload"),
+        ({}, {"m6__offload": {"device_budget_mib": 100}}, r"m6\.offload trains the experts, but m6\.lora"),
     ],
 )
 def test_mistakes(folder, lora, changes, message):

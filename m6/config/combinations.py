@@ -1,0 +1,591 @@
+"""Which features of a run do not go together: one table, which the check, configs/README.md and the tests read.
+
+A fact is something that some features need and others break. Each pair of the two is refused, with both reasons. What
+DeepSpeed's keys ask of each other stands in ``m6.config.deepspeed``, and what numbers (ranks, batches, layers) ask of
+each other in ``m6.config.checks`` and in the checks of the sections.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from m6.config.offload import UPDATE_NO_OFFLOADED
+from m6.config.offload_rules import resolve_activation_rules
+from m6.errors import UserError
+
+if TYPE_CHECKING:
+    from m6.architecture.settings import ModelSettings
+    from m6.config.deepspeed import DeepSpeedSettings
+    from m6.config.sections import M6Settings
+
+REDUCTION_KEYS = ("reduce_scatter", "reduce_bucket_size", "overlap_comm", "contiguous_gradients")
+"""Keys of zero_optimization that say how DeepSpeed reduces gradients."""
+ZERO_KEYS = ("stage", "allgather_bucket_size")
+"""Keys of zero_optimization that have an effect under pipelines, where DeepSpeed neither reduces nor sees passes."""
+ONE_STAGE = "1f1b"
+"""The only schedule with one stage on each rank: that of slices, and of a pipeline without a flush."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What features are read from.
+
+    Attributes:
+        m6: the section ``"m6"``.
+        deepspeed: DeepSpeed's keys, with the offload that ``m6.offload`` adds.
+        model: made of ``m6.model`` and ``m6.moe``.
+    """
+
+    m6: M6Settings
+    deepspeed: DeepSpeedSettings
+    model: ModelSettings
+
+    @property
+    def zero(self) -> Mapping[str, Any]:
+        """The section zero_optimization."""
+        section: Mapping[str, Any] = self.deepspeed.keys.get("zero_optimization", {})
+        return section
+
+    @property
+    def moe(self) -> Mapping[str, Any]:
+        """The section m6.moe; empty for a dense model."""
+        return self.m6.moe or {}
+
+    @property
+    def stores_experts(self) -> bool:
+        """Whether m6.offload keeps experts in a store of its own, and not in DeepSpeed's."""
+        return self.m6.offload is not None and self.m6.offload.policy != "deepspeed"
+
+
+Text = str | Callable[[Run], str]
+"""Words of a message; a function's docstring stands for them in documents."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that a run may have.
+
+    Attributes:
+        name: its key, for documents.
+        found: its key and value as the run's JSON has them; None if the run does not have the feature.
+        remedy: how to do without it, such as "leave m6.lora out".
+    """
+
+    name: str
+    found: Callable[[Run], str | None]
+    remedy: Text
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that a run either has or lacks.
+
+    Attributes:
+        name: a noun.
+        needed_by: features that do not work without, and why: a clause that goes on from the feature's key.
+        broken_by: features that a run cannot have it with, and why.
+    """
+
+    name: str
+    needed_by: Mapping[Feature, Text]
+    broken_by: Mapping[Feature, Text]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Two features of a run that do not go together, and why."""
+
+    pair: frozenset[Feature]
+    reason: str
+
+
+def _of(name: str, is_on: Callable[[Run], bool], remedy: Text) -> Feature:
+    """A feature whose key needs no value to be understood."""
+    return Feature(name, lambda run: name if is_on(run) else None, remedy)
+
+
+def _stage(stage: int, remedy: Text) -> Feature:
+    return _of(f"zero_optimization.stage {stage}", lambda run: run.deepspeed.zero_stage == stage, remedy)
+
+
+def _lower_stage(run: Run) -> str:
+    """use a lower stage"""
+    others = {other for pair in refused_pairs() if ZERO_2 in pair for other in pair - {ZERO_2}}
+    fits_2 = not any(other.found(run) for other in others)
+    return f"use zero_optimization.stage {'2, 1 or 0' if fits_2 else '1 or 0'}"
+
+
+def _optimizer(name: str) -> Feature:
+    return _of(
+        f'optimizer.type "{name}"',
+        lambda run: run.deepspeed.optimizer_type == name,
+        'use optimizer.type "AdamW"',
+    )
+
+
+def _keys(run: Run, chosen: Callable[[str], bool]) -> str | None:
+    return ", ".join(f"zero_optimization.{key}" for key in run.zero if chosen(key)) or None
+
+
+def _switch(rule: str) -> Feature:
+    return _of(
+        f'm6.pseudo_to_real.switch "{rule}"',
+        lambda run: run.m6.pseudo_to_real is not None and run.m6.pseudo_to_real.switch == rule,
+        'use m6.pseudo_to_real.switch "step"',
+    )
+
+
+def _is_flushless(run: Run) -> bool:
+    return run.m6.parallel.pipeline is not None and run.m6.gradient_delay is not None
+
+
+def _schedule(run: Run) -> str | None:
+    pipeline = run.m6.parallel.pipeline
+    if pipeline is None or pipeline.schedule == ONE_STAGE:
+        return None
+    return f'm6.parallel.pipeline "schedule": "{pipeline.schedule}"'
+
+
+def _slices(run: Run) -> str | None:
+    pipeline = run.m6.parallel.pipeline
+    return None if pipeline is None or pipeline.slices is None else f"m6.parallel.pipeline.slices {pipeline.slices}"
+
+
+def _reducer(run: Run) -> str | None:
+    settings = run.m6.communication
+    return f'm6.communication.gradients "{settings.gradients}"' if settings.compresses else None
+
+
+def _value(key: str, value: Callable[[Run], Any]) -> Callable[[Run], str | None]:
+    """The key with its value, if that is not empty."""
+    return lambda run: f"{key} {found}" if (found := value(run)) else None
+
+
+def _activation_rules(run: Run) -> bool:
+    if run.m6.offload is None:
+        return False
+    places = resolve_activation_rules(run.m6.offload.rules, run.model, checkpointing=False)
+    return bool(places.host | places.auto)
+
+
+def _host_states(run: Run) -> str | None:
+    if "offload_optimizer" not in run.zero:
+        return None
+    by_policy = run.m6.offload is not None and run.m6.offload.policy == "deepspeed"
+    return 'm6.offload.policy "deepspeed"' if by_policy else "zero_optimization.offload_optimizer"
+
+
+def _updates_at_once(run: Run) -> bool:
+    return run.m6.offload is not None and run.m6.offload.update == "backward"
+
+
+ZERO_2, ZERO_3 = _stage(2, "use zero_optimization.stage 1 or 0"), _stage(3, _lower_stage)
+HOST_STATES = Feature(
+    "zero_optimization.offload_optimizer",
+    _host_states,
+    "leave the optimizer's state on the device, or offload experts with m6.offload",
+)
+WAY_OF_REDUCING = Feature(
+    f"zero_optimization.{', '.join(REDUCTION_KEYS)}",
+    lambda run: _keys(run, lambda key: key in REDUCTION_KEYS),
+    "leave these keys out",
+)
+OTHER_ZERO_KEYS = Feature(
+    f"other keys of zero_optimization than {', '.join(ZERO_KEYS)}",
+    lambda run: _keys(run, lambda key: key not in (*ZERO_KEYS, *REDUCTION_KEYS, "offload_optimizer")),
+    "leave these keys out",
+)
+SUM_TYPE = _of(
+    "communication_data_type",
+    lambda run: "communication_data_type" in run.deepspeed.keys,
+    "leave communication_data_type out",
+)
+SAFE_MODULES = _of(
+    "torch_autocast.lower_precision_safe_modules",
+    lambda run: bool(run.deepspeed.keys.get("torch_autocast", {}).get("lower_precision_safe_modules")),
+    "set communication_data_type instead of these modules",
+)
+TIMERS = _of(
+    "wall_clock_breakdown",
+    lambda run: bool(run.deepspeed.keys.get("wall_clock_breakdown")),
+    "leave wall_clock_breakdown out",
+)
+FP16 = _of("fp16", lambda run: run.deepspeed.precision == "fp16", "use bf16")
+AUTOCAST = _of(
+    "torch_autocast",
+    lambda run: run.deepspeed.product_dtype != run.deepspeed.precision,
+    "use bf16 instead of torch_autocast",
+)
+FP32 = _of("fp32", lambda run: run.deepspeed.precision == "fp32", "use bf16 or fp16")
+CLIPPING = Feature(
+    "gradient_clipping",
+    _value("gradient_clipping", lambda run: run.deepspeed.gradient_clipping),
+    "set gradient_clipping to 0",
+)
+MUON, LAMB, LARS = map(_optimizer, UPDATE_NO_OFFLOADED)
+NOT_ADAMW = Feature(
+    'optimizer.type other than "AdamW"',
+    lambda run: None if run.deepspeed.optimizer_type == "AdamW" else f'optimizer.type "{run.deepspeed.optimizer_type}"',
+    'use optimizer.type "AdamW"',
+)
+PARTS_OF_NORMS = Feature(
+    'optimizer.type "Lamb" or "Lars" at zero_optimization.stage 1',
+    lambda run: (
+        f"at zero_optimization.stage 1 optimizer.type {run.deepspeed.optimizer_type}"
+        if run.deepspeed.optimizer_type in ("Lamb", "Lars") and run.deepspeed.zero_stage == 1
+        else None
+    ),
+    "use zero_optimization.stage 0",
+)
+SPLIT_EXPERTS = Feature(
+    "m6.training.ep_size",
+    lambda run: f"m6.training.ep_size {run.m6.training.ep_size}" if run.m6.training.ep_size > 1 else None,
+    "use m6.training.ep_size 1",
+)
+ONE_PART = _of("m6.training.ep_size 1", lambda run: run.m6.training.ep_size == 1, "use a larger m6.training.ep_size")
+TURNS = Feature(
+    "m6.training.micro_batches_at_once",
+    lambda run: (
+        f"m6.training.micro_batches_at_once {at_once}"
+        if (at_once := run.m6.training.micro_batches_at_once) > 1
+        else None
+    ),
+    "use m6.training.micro_batches_at_once 1",
+)
+ANY_WORLD = _of(
+    'm6.training.deterministic "any_world"',
+    lambda run: run.m6.training.deterministic is not None,
+    "leave m6.training.deterministic out",
+)
+RAMP = _of("m6.training.batch_ramp", lambda run: bool(run.m6.training.batch_ramp), "leave m6.training.batch_ramp out")
+COMPRESSION = Feature("m6.communication.gradients", _reducer, 'use m6.communication.gradients "all_reduce"')
+DELAY = _of("m6.gradient_delay", lambda run: run.m6.gradient_delay is not None, "set m6.gradient_delay=null")
+PIPELINE = _of(
+    "m6.parallel.pipeline", lambda run: run.m6.parallel.pipeline is not None, "set m6.parallel.pipeline=null"
+)
+OTHER_SCHEDULES = Feature(
+    f'm6.parallel.pipeline.schedule other than "{ONE_STAGE}"', _schedule, f'use "schedule": "{ONE_STAGE}"'
+)
+SLICES = Feature("m6.parallel.pipeline.slices", _slices, "leave m6.parallel.pipeline.slices out")
+FLUSHLESS = _of("m6.parallel.pipeline with m6.gradient_delay", _is_flushless, "set m6.gradient_delay=null")
+TENSOR = _of("m6.parallel.tensor", lambda run: run.m6.parallel.tensor is not None, "set m6.parallel.tensor=null")
+OFFLOAD = _of("m6.offload", lambda run: run.stores_experts, "leave m6.offload out")
+HOST_BY_DEFAULT = _of(
+    "m6.offload without m6.offload.optimizer",
+    lambda run: run.stores_experts and run.m6.offload is not None and run.m6.offload.optimizer is None,
+    "set m6.offload.optimizer to AdamW, Adafactor or SGD",
+)
+AT_ONCE = _of('m6.offload "update": "backward"', _updates_at_once, 'use "update": "next_forward"')
+NO_MASTERS = _of(
+    'm6.offload "master_weights": false',
+    lambda run: run.stores_experts and run.m6.offload is not None and not run.m6.offload.master_weights,
+    "leave master_weights out",
+)
+HOST_ACTIVATIONS = _of("m6.offload.rules of activations", _activation_rules, "keep activations on the device")
+PSEUDO = _of("m6.pseudo_to_real", lambda run: run.m6.pseudo_to_real is not None, "leave m6.pseudo_to_real out")
+PLATEAU, CORRELATION = _switch("loss_plateau"), _switch("gradient_correlation")
+LORA = _of("m6.lora", lambda run: run.m6.lora is not None, "leave m6.lora out")
+INIT = _of("m6.init", lambda run: run.m6.init is not None, "fine-tune with a JSON of configs/finetune")
+SAMPLES = _of("m6.samples", lambda run: run.m6.samples is not None, "leave m6.samples out")
+ELASTIC = _of("m6.elastic", lambda run: run.m6.elastic is not None, "leave m6.elastic out")
+EXPERTS = _of("m6.moe", lambda run: run.m6.moe is not None, "leave m6.moe out")
+CAPACITY = Feature(
+    "m6.moe.capacity_factor",
+    _value("m6.moe.capacity_factor", lambda run: run.moe.get("capacity_factor")),
+    "use m6.moe.capacity_factor=null",
+)
+OVERLAP = Feature(
+    "m6.moe.overlap_parts",
+    lambda run: f"m6.moe.overlap_parts {parts}" if (parts := run.moe.get("overlap_parts", 1)) > 1 else None,
+    "use m6.moe.overlap_parts 1",
+)
+GLOBAL_BALANCE = _of(
+    'm6.moe.balance_scope "global_batch"',
+    lambda run: run.moe.get("balance_scope") == "global_batch",
+    'use m6.moe.balance_scope "micro_batch"',
+)
+BIAS = Feature(
+    "m6.moe.balance_bias_rate",
+    _value("m6.moe.balance_bias_rate", lambda run: run.moe.get("balance_bias_rate")),
+    "leave m6.moe.balance_bias_rate out",
+)
+SCORE_DROPOUT = Feature(
+    "m6.model.attention_dropout",
+    _value("m6.model.attention_dropout", lambda run: run.model.attention_dropout),
+    "use m6.model.hidden_dropout",
+)
+
+
+def _experts_never_win(run: Run) -> str:
+    """has experts, which m6.training.ep_size divides already, with fewer elements between ranks"""
+    from m6.config.tensor import experts_reason
+
+    assert run.m6.parallel.tensor is not None
+    return f"is divided otherwise: {experts_reason(run.m6.parallel.tensor, run.m6, run.deepspeed, run.model)}"
+
+
+FACTS: tuple[Fact, ...] = (
+    Fact(
+        "a rank's whole gradients at the end of a step",
+        {
+            ANY_WORLD: "adds up whole gradients in the order of a tree",
+            COMPRESSION: "chooses what it sends from a rank's whole gradients",
+            PIPELINE: "adds up the gradients of several micro-batches that are under way",
+        },
+        {
+            ZERO_2: "divides gradients after each micro-batch",
+            ZERO_3: "divides gradients after each micro-batch",
+            HOST_STATES: "moves gradients to host memory as they come",
+        },
+    ),
+    Fact(
+        "gradients of the whole model on each rank",
+        {
+            ANY_WORLD: "adds up whole gradients of one rank",
+            CORRELATION: "compares gradients of all layers",
+        },
+        {
+            PIPELINE: "gives a rank the gradients of its stages alone",
+            TENSOR: "gives a rank the gradients of its parts of matrices alone",
+        },
+    ),
+    Fact(
+        "the whole model on each rank",
+        {
+            SAMPLES: "draws pictures with the whole model",
+        },
+        {
+            PIPELINE: "gives a rank the layers of its stages alone",
+            TENSOR: "gives a rank its parts of matrices alone",
+        },
+    ),
+    Fact(
+        "the same number of micro-batches in every step",
+        {
+            OFFLOAD: "plans the memory of one number of micro-batches",
+            HOST_STATES: "is made for one number of micro-batches",
+        },
+        {RAMP: "lets the number of micro-batches grow"},
+    ),
+    Fact(
+        "micro-batches one after the other",
+        {
+            ANY_WORLD: "adds up the gradients of each micro-batch by itself",
+            PIPELINE: "has a schedule, which gives micro-batches their turns",
+            TENSOR: "sums up one micro-batch at a time",
+            CORRELATION: "tells the gradients of layers apart as one micro-batch runs through them",
+            OVERLAP: "already computes something beside each part of an exchange",
+            HOST_ACTIVATIONS: "offloads activations block by block of one micro-batch",
+            ONE_PART: "keeps all experts on a rank, so that no tokens are on their way",
+        },
+        {TURNS: "has several micro-batches on their way"},
+    ),
+    Fact(
+        "sums of gradients that DeepSpeed makes",
+        {WAY_OF_REDUCING: "says how DeepSpeed reduces gradients"},
+        {
+            ANY_WORLD: "adds up gradients itself, in fp32, and would ignore that",
+            PIPELINE: "reduces gradients itself and would ignore that",
+        },
+    ),
+    Fact(
+        "sums of gradients in a type of choice",
+        {SUM_TYPE: "chooses the type in which gradients travel"},
+        {
+            ANY_WORLD: "adds up gradients itself, in fp32, and would ignore that",
+            COMPRESSION: "sends gradients in fp32 and would ignore that",
+        },
+    ),
+    Fact(
+        "passes that DeepSpeed sees",
+        {
+            OTHER_ZERO_KEYS: "belongs to DeepSpeed's passes and sums",
+            SAFE_MODULES: "chooses gradients that DeepSpeed reduces in 16 bits",
+            TIMERS: "measures DeepSpeed's passes",
+        },
+        {PIPELINE: "runs the passes and reduces gradients itself, and would ignore that"},
+    ),
+    Fact(
+        "sums that do not depend on the number of ranks",
+        {ANY_WORLD: "has the same sums on any number of ranks"},
+        {
+            COMPRESSION: "sends what depends on the number of ranks",
+            PARTS_OF_NORMS: "adds up norms of the parts of tensors, which other numbers of ranks cut elsewhere",
+            GLOBAL_BALANCE: "balances the micro-batches that all ranks compute at the same time",
+            CORRELATION: "measures the gradients of one rank",
+        },
+    ),
+    Fact(
+        "gradients until the end of a step",
+        {
+            ANY_WORLD: "adds up gradients in order",
+            DELAY: "keeps each gradient for one more step",
+            CLIPPING: "needs the norm of all gradients before the first update",
+            FP16: "finds its loss scale by steps that are skipped",
+        },
+        {AT_ONCE: "uses each gradient at once and keeps none"},
+    ),
+    Fact(
+        "one gradient of an expert in a step",
+        {AT_ONCE: "updates an expert with the one gradient of a step"},
+        {
+            PSEUDO: "gives an expert one gradient for each layer that shares it",
+            OVERLAP: "gives an expert one gradient for each part",
+        },
+    ),
+    Fact(
+        "gradients that can wait for a step in the optimizer's state",
+        {DELAY: "keeps each gradient for one more step"},
+        {
+            HOST_STATES: "has one buffer for gradients in host memory, which those of the next step overwrite",
+            ZERO_3: "shows its parts to the optimizer only inside of a step",
+            TENSOR: "has an engine of its own, which knows no late gradients",
+        },
+    ),
+    Fact(
+        "a flush at the end of each step",
+        {
+            OTHER_SCHEDULES: "ends each step with a flush, so that late gradients would gain nothing",
+            SLICES: "ends each step with a flush, so that late gradients would gain nothing",
+            OFFLOAD: "has one version of the experts",
+            FP16: "changes the loss scale between two steps",
+            BIAS: "changes routers between two steps",
+            PLATEAU: "waits for the loss of each step",
+            COMPRESSION: "asks all ranks at the end of a step whether their gradients are finite",
+        },
+        {FLUSHLESS: "has passes of two steps under way"},
+    ),
+    Fact(
+        "whole rows",
+        {
+            CAPACITY: "drops tokens by the loads of a whole micro-batch",
+            OFFLOAD: "plans a step of whole micro-batches",
+            OTHER_SCHEDULES: "does not know that backward passes of slices come in reverse order",
+        },
+        {SLICES: "cuts rows, so that each slice has loads and passes of its own"},
+    ),
+    Fact(
+        "whole matrices in an optimizer",
+        {NOT_ADAMW: "takes means or norms over whole matrices"},
+        {TENSOR: "gives a rank a part of each matrix"},
+    ),
+    Fact(
+        "the same layers on all ranks",
+        {GLOBAL_BALANCE: "adds up the counts of all ranks"},
+        {PIPELINE: "gives ranks other layers"},
+    ),
+    Fact(
+        "whole heads and layers on a rank, in DeepSpeed's own engine",
+        {
+            PIPELINE: "has an engine of its own, for whole layers",
+            ZERO_2: "divides gradients already",
+            ZERO_3: "divides weights already",
+            HOST_STATES: "keeps states of whole matrices in host memory",
+            PSEUDO: "shares the weights of whole layers",
+            ELASTIC: "plans anew for other nodes, and knows no divided matrices",
+            COMPRESSION: "compresses gradients of whole matrices",
+            LORA: "puts adapters beside whole matrices",
+            SCORE_DROPOUT: "would drop the same scores in the heads of all ranks",
+            EXPERTS: _experts_never_win,
+        },
+        {TENSOR: "divides matrices and heads"},
+    ),
+    Fact(
+        "whole weights of the dense parts on each rank",
+        {
+            OFFLOAD: "needs zero_optimization.stage 0, 1 or 2 for the other parameters",
+        },
+        {ZERO_3: "divides all weights"},
+    ),
+    Fact(
+        "experts that are split over ranks",
+        {SPLIT_EXPERTS: "splits experts over ranks"},
+        {ZERO_3: "cannot hold experts that are split"},
+    ),
+    Fact(
+        "an optimizer for experts on the host",
+        {HOST_BY_DEFAULT: "updates experts on the host by optimizer.type"},
+        {
+            MUON: "has no form for the host",
+            LAMB: "has no form for the host",
+            LARS: "has no form for the host",
+        },
+    ),
+    Fact(
+        "weights in the type of their products",
+        {OFFLOAD: "stores experts in the precision of their computation"},
+        {AUTOCAST: "multiplies in bf16 what is stored in fp32"},
+    ),
+    Fact("weights in 16 bits", {NO_MASTERS: "is for experts in 16 bits"}, {FP32: "is the precision of the run"}),
+    Fact(
+        "gradients of experts between layers",
+        {CORRELATION: "compares gradients between layers"},
+        {OFFLOAD: "keeps gradients of experts in its store"},
+    ),
+    Fact(
+        "large gradients of all weights",
+        {OFFLOAD: "trains the experts", COMPRESSION: "compresses large gradients"},
+        {LORA: "trains adapters alone, which have few gradients"},
+    ),
+    Fact(
+        "the same tensors in all steps",
+        {COMPRESSION: "keeps of each tensor what it has not sent"},
+        {PSEUDO: "begins with shared layers, whose rest belongs to no layer of the Real model"},
+    ),
+    Fact(
+        "random initial weights",
+        {PSEUDO: "begins with layers that share weights"},
+        {INIT: "starts from weights of layers that do not"},
+    ),
+)
+
+
+def features() -> list[Feature]:
+    """All features of the table, in the order of their first fact."""
+    return list(dict.fromkeys(feature for fact in FACTS for feature in (*fact.needed_by, *fact.broken_by)))
+
+
+def refused_pairs() -> dict[frozenset[Feature], tuple[Fact, Feature, Feature]]:
+    """The pairs that the table refuses: the fact, who needs it and who breaks it; the first one of several."""
+    found: dict[frozenset[Feature], tuple[Fact, Feature, Feature]] = {}
+    for fact in FACTS:
+        for needs, breaks in itertools.product(fact.needed_by, fact.broken_by):
+            found.setdefault(frozenset((needs, breaks)), (fact, needs, breaks))
+    return found
+
+
+def refusals(run: Run) -> Iterator[Refusal]:
+    """The pairs of a run's features that do not go together, each once."""
+    for pair, (fact, needs, breaks) in refused_pairs().items():
+        needing, breaking = needs.found(run), breaks.found(run)
+        if needing is not None and breaking is not None:
+            texts = (fact.needed_by[needs], fact.broken_by[breaks], breaks.remedy, needs.remedy)
+            why, how, remedy, other_remedy = (_text(each, run) for each in texts)
+            yield Refusal(pair, f"{needing} {why}, but {breaking} {how}; {remedy}, or {other_remedy}")
+
+
+def check_combinations(m6: M6Settings, deepspeed: DeepSpeedSettings, model: ModelSettings) -> None:
+    """Raises UserError with every pair of the run's features that does not go together."""
+    found = [refusal.reason for refusal in refusals(Run(m6, deepspeed, model))]
+    if len(found) == 1:
+        raise UserError(found[0])
+    if found:
+        listed = "; ".join(f"({number}) {reason}" for number, reason in enumerate(found, start=1))
+        raise UserError(f"{len(found)} combinations do not work: {listed}")
+
+
+def table() -> list[list[str]]:
+    """Rows of a table for readers: the fact, the features that need it, and those that break it."""
+    return [[fact.name, *("; ".join(_listed(each)) for each in (fact.needed_by, fact.broken_by))] for fact in FACTS]
+
+
+def _listed(reasons: Mapping[Feature, Text]) -> Iterator[str]:
+    for feature, reason in reasons.items():
+        yield f"**{feature.name}** {reason if isinstance(reason, str) else reason.__doc__}"
+
+
+def _text(text: Text, run: Run) -> str:
+    return text if isinstance(text, str) else text(run)

@@ -1,0 +1,261 @@
+"""Where a rank is, and every process group of a run.
+
+The names are those of the field (torchtitan's ``ParallelDims``, PyTorch's ``DeviceMesh``): ``pp`` stages of a pipeline,
+``dp`` ranks that read different micro-batches, ``tp`` parts of matrices, ``ep`` parts of the experts. A rank's number
+is ``(pp_rank * dp + dp_rank) * tp + tp_rank``; ``ep`` divides ``dp`` into neighbours. A test finds every other place
+that makes groups or computes with ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from moe.process_groups import group_of
+
+if TYPE_CHECKING:
+    from m6.config.run import RunConfig
+
+GroupKind = Literal["expert_parallel", "expert_data_parallel"]
+
+_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ParallelDims], DeviceMesh]] = WeakKeyDictionary()
+"""By the group of all ranks: an engine that is built again gets the groups of the first one."""
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The sizes of the dimensions over which a run is spread, and this rank's coordinates.
+
+    Attributes:
+        rank, world_size: see ``Runtime``.
+        pp: ranks of a pipeline; they read the same micro-batches.
+        tp: ranks of a tensor group, nearest neighbours; they read the same micro-batches.
+        ep: neighbours in ``dp`` that together hold all experts.
+    """
+
+    rank: int
+    world_size: int
+    pp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def of(cls, config: RunConfig, rank: int, world_size: int) -> ParallelDims:
+        """The dimensions of a run, at one of its ranks."""
+        return cls(rank, world_size, config.pipeline_size, config.tensor_size, config.m6.training.ep_size)
+
+    @property
+    def dp(self) -> int:
+        """Pipelines or tensor groups, which read different micro-batches."""
+        return self.world_size // (self.pp * self.tp)
+
+    @property
+    def dp_rank(self) -> int:
+        """The number of this rank's pipeline or tensor group: it decides which micro-batches the rank reads."""
+        return self.rank // self.tp % self.dp
+
+    @property
+    def pp_rank(self) -> int:
+        """The number of this rank in its pipeline."""
+        return self.rank // (self.dp * self.tp)
+
+    @property
+    def tp_rank(self) -> int:
+        """The number of this rank in its tensor group."""
+        return self.rank % self.tp
+
+    @property
+    def edp(self) -> int:
+        """Groups of ``ep`` ranks among those of ``dp``: copies of each expert of a stage."""
+        return self.dp // self.ep
+
+    @property
+    def model_rank(self) -> int:
+        """The number of this rank among those that together hold a copy of the model."""
+        return self.pp_rank * self.tp + self.tp_rank
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether this rank is the one that speaks for its micro-batches where each of them counts once."""
+        return self.model_rank == 0
+
+    def rank_of_stage(self, pp_rank: int) -> int:
+        """The global rank at another place of this rank's pipeline."""
+        return (pp_rank * self.dp + self.dp_rank) * self.tp + self.tp_rank
+
+    def part(self, ranks_per_part: int) -> tuple[int, int]:
+        """The number of this rank's part of a step, which so many neighbours in ``dp`` share, and its place there."""
+        return divmod(self.dp_rank, ranks_per_part)
+
+    def share(self, numel: int) -> tuple[int, int]:
+        """Begin and end of this rank's part of ``numel`` elements that all ranks of the run divide."""
+        return numel * self.rank // self.world_size, numel * (self.rank + 1) // self.world_size
+
+    def ranks(self, dim: Literal["pp", "dp", "tp"]) -> list[list[int]]:
+        """The global ranks of all groups along a dimension, each in the order of its places."""
+        sizes = {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+        strides = {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}
+        size, stride = sizes[dim], strides[dim]
+        firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
+        return [list(range(first, first + size * stride, stride)) for first in firsts]
+
+
+class Mesh:
+    """The process groups of a run; every rank makes it. Its ``get_`` methods are the ``mpu`` of DeepSpeed 0.19.8.
+
+    The groups along ``pp``, ``dp`` and ``tp`` are those of PyTorch's ``DeviceMesh``. DeepSpeed makes the groups of
+    experts inside of those along ``dp``, see ``install``; ``moe`` makes those in which experts exchange tokens.
+
+    Args:
+        dims: of this rank.
+        device: on which the groups exchange tensors.
+
+    Attributes:
+        dims, device: see above.
+        device_mesh: with the dimensions ``pp`` and ``tp`` where they are larger than 1, and always ``dp``.
+        replicas: the ranks along ``dp``, which hold the same part of the model; None: all ranks of the run.
+    """
+
+    def __init__(self, dims: ParallelDims, device: torch.device) -> None:
+        self.dims, self.device = dims, device
+        self.device_mesh = _device_mesh(dims, device)
+        self.replicas = self.device_mesh.get_group("dp") if self.is_divided else None
+        for name in self.device_mesh.mesh_dim_names or ():
+            if self.is_divided:
+                self._form(self.device_mesh.get_group(name))
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a rank has only a part of the model, beside its part of the experts."""
+        return self.dims.pp * self.dims.tp > 1
+
+    @property
+    def model(self) -> dist.ProcessGroup:
+        """The ranks that together hold a copy of the model: a pipeline or a tensor group."""
+        return self.device_mesh.get_group("pp" if self.dims.pp > 1 else "tp")
+
+    @property
+    def stage_ends(self) -> tuple[int, int]:
+        """The global ranks of the first and the last place of this rank's pipeline."""
+        return self.dims.rank_of_stage(0), self.dims.rank_of_stage(self.dims.pp - 1)
+
+    def of_pipelines(self, purpose: str) -> dist.ProcessGroup | None:
+        """This rank's pipeline with a communicator for one purpose. All ranks call it.
+
+        NCCL runs the messages of a group one after the other: messages that may overtake others need a group of their
+        own.
+        """
+        return self._formed(self.dims.ranks("pp"), purpose)
+
+    def of_ends(self, purpose: str) -> dist.ProcessGroup | None:
+        """The first and the last rank of this rank's pipeline, None on the others. All ranks call it."""
+        return self._formed([[ranks[0], ranks[-1]] for ranks in self.dims.ranks("pp")], purpose)
+
+    def own_group(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """This rank's group among those of a grid inside of tensor groups. All ranks call it with all groups."""
+        return own_group(groups, "tensor")
+
+    def install(self) -> Mesh | None:
+        """Makes this the object that DeepSpeed asks for groups, if a rank has a part of the model, and returns it.
+
+        Called before experts are split: DeepSpeed then makes their groups among the ranks of one stage.
+        """
+        from deepspeed.utils import groups
+
+        groups.mpu = self if self.is_divided else None
+        return self if self.is_divided else None
+
+    # What DeepSpeed asks
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which ZeRO partitions."""
+        return self.replicas
+
+    def get_data_parallel_world_size(self) -> int:
+        """Their number."""
+        return self.dims.dp
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's number among them."""
+        return self.dims.dp_rank
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the other parts of the model."""
+        return self.model
+
+    def get_model_parallel_world_size(self) -> int:
+        """Their number."""
+        return self.dims.pp * self.dims.tp
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's number among them."""
+        return self.dims.model_rank
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        """Ranks of a pipeline: DeepSpeed makes groups of experts in each of them."""
+        return self.dims.pp
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """Ranks that divide single matrices."""
+        return self.dims.tp
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        """This rank's number among them."""
+        return self.dims.tp_rank
+
+    def _formed(self, groups: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup | None:
+        group = own_group(groups, purpose)
+        if group is not None:
+            self._form(group)
+        return group
+
+    def _form(self, group: dist.ProcessGroup) -> None:
+        # Now, when all ranks are at one place; NCCL would form the communicator at the first collective.
+        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+
+
+def own_group(groups: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup | None:
+    """Makes all groups for a purpose, as torch.distributed wants it, and returns the one of this rank."""
+    made = [group_of(ranks, purpose) for ranks in groups]
+    return next((group for group in made if group is not None), None)
+
+
+def expert_group(kind: GroupKind, ep_size: int) -> dist.ProcessGroup | None:
+    """A process group of this rank, which DeepSpeed made.
+
+    Args:
+        kind: ``expert_parallel``: the ranks that together hold all experts; ``expert_data_parallel``: the ranks that
+            hold the same experts.
+        ep_size: number of ranks over which the experts are split.
+
+    Returns:
+        None if ep_size is 1. There is then no expert-parallel group, and all ranks hold the same experts: as an
+        argument of a collective, None means all ranks.
+    """
+    return None if ep_size == 1 else named_expert_group(kind, f"ep_size_{ep_size}")
+
+
+def named_expert_group(kind: GroupKind, name: str) -> dist.ProcessGroup:
+    """A process group of this rank; ``name`` is the ``group_name`` of an expert's parameter."""
+    from deepspeed.utils import groups
+
+    group: dist.ProcessGroup = getattr(groups, f"_get_{kind}_group")(name)
+    return group
+
+
+def _device_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is not initialized"
+    made, key = _meshes.setdefault(world, {}), (device.type, dims)
+    if key not in made:
+        sizes = {name: size for name, size in (("pp", dims.pp), ("dp", dims.dp), ("tp", dims.tp)) if size > 1}
+        sizes.setdefault("dp", 1)
+        sizes = {name: sizes[name] for name in ("pp", "dp", "tp") if name in sizes}
+        made[key] = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return made[key]
