@@ -112,8 +112,9 @@ WRONG = [
     ),
     (
         "m6.training.micro_batches_at_once=2",
-        "m6.training.micro_batches_at_once 2, m6.training.ep_size 1: all experts are on this rank, so that no tokens "
-        "are on their way; use a larger ep_size",
+        "m6.training.ep_size 1 keeps all experts on a rank, so that no tokens are on their way, but "
+        "m6.training.micro_batches_at_once 2 has several micro-batches on their way; use "
+        "m6.training.micro_batches_at_once 1, or use a larger m6.training.ep_size",
     ),
     (
         "m6.schedule.warmup_steps=900",
