@@ -174,7 +174,7 @@ def check_clean(action: Callable[[], object]) -> None:
             raise
 
 
-@long_and_short(15, 2000)
+@long_and_short(15, 200)
 def test_damaged_run_folders(number: int, whole: Path, tmp_path: Path):
     names = sorted(str(path.relative_to(whole)) for path in whole.rglob("*") if path.is_file())
     copy = tmp_path / "run"
