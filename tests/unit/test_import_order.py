@@ -27,7 +27,7 @@ LEVELS = {
         {"cli"},
     ),
     "m6.training": (
-        {"expert_groups", "faults", "fake_batch", "meta_model", "places", "replicas", "schedule"},
+        {"faults", "fake_batch", "mesh", "meta_model", "replicas", "schedule"},
         {"offloading", "reduction"},
         {"engine"},
         {"stages", "reporting", "checkpointing", "evaluation", "tokenizers"},
