@@ -67,7 +67,7 @@ def test_two_stages_of_different_layouts_are_two_jobs_of_one_run(tmp_path: Path)
 
 def test_explain_gives_the_reason():
     text = run("explain", CONFIG, *MACHINE, "--world", "8", "--force", "zero_stage=3", "--force", "micro_batch_size=1")
-    assert "refused: zero_optimization.stage 3 cannot hold experts" in text
+    assert "refused: m6.training.ep_size 8 splits experts over ranks, but zero_optimization.stage 3 cannot hold" in text
     assert "| experts split |" in text
 
 
