@@ -138,9 +138,12 @@ last_words() { # of a rank that was ended where it had just told its stacks: whe
 }
 
 # The innermost line of the project in the newest stack of a rank's main thread, which is the last of its threads; and whether
-# the rank waits there for other ranks: in torch.distributed, or in a wait of our own.
+# the rank waits there for other ranks: in torch.distributed, or in a wait of our own. The stopwatch of such waits
+# (m6/training/reporting/ranks.py) is not where it stands.
 position() {
     awk -v root="$M6_ROOT/" '/most recent call first/ { told = innermost = 1; found = waits = ""; next }
+        innermost && /\/reporting\/ranks\.py", line [0-9]+ in (<lambda>|_?timed)$/ { waits = 1; next }
+        innermost && waits { innermost = 0 }
         innermost { waits = /\/torch\/distributed\// || (index($0, root) && / in _?(wait|exchange)/); innermost = 0 }
         told && found == "" && (start = index($0, root "m6/")) { found = substr($0, start + length(root)) }
         END { sub("\", line ", ":", found)

@@ -264,6 +264,17 @@ def test_ranks_that_wait_are_told_from_the_one_they_wait_for(tmp_path: Path):
     assert describe(tmp_path, "describe_ranks position", logs) == [waiting, f"1     {behind}"]
 
 
+def test_the_stopwatch_of_waits_is_not_where_a_rank_stands(tmp_path: Path):
+    frames = ("39 in <lambda>", "99 in _timed", "39 in timed")
+    stopwatch = "\n  File ".join(f'"{ROOT}/m6/training/reporting/ranks.py", line {frame}' for frame in frames)
+    in_torch = '"/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce'
+    line = "m6/training/engine/pipeline.py:96 in accumulate"
+    logs = [stack(96, "accumulate", innermost) for innermost in (stopwatch, f"{stopwatch}\n  File {in_torch}")]
+    assert describe(tmp_path, "describe_ranks position", logs) == [
+        f"2     rank_00000.log (pipeline 0, stage 0, layers 0-1): {line}, waits for other ranks"
+    ]
+
+
 def test_the_cause_of_two_hangs_in_a_row_is_where_a_rank_was_that_did_not_wait(tmp_path: Path):
     logs = [stack(96, "accumulate", innermost) for innermost in (RECEIVES, COMPUTES, EXCHANGES)]
     place, line = "rank_00001.log (pipeline 1, stage 0, layers 0-1)", "m6/training/engine/pipeline.py:96 in accumulate"
