@@ -1,8 +1,8 @@
-"""Which features of a run do not go together: one table, which the check, configs/README.md and the tests read.
+"""The pairs of features that do not go together: one table for the check, configs/README.md and the tests.
 
-A fact is something that some features need and others break. Each pair of the two is refused, with both reasons. What
-DeepSpeed's keys ask of each other stands in ``m6.config.deepspeed``, and what numbers (ranks, batches, layers) ask of
-each other in ``m6.config.checks`` and in the checks of the sections.
+Some features need a fact, and others break it. Each pair of the two is refused, with both reasons. Rules among
+DeepSpeed's keys stand in ``m6.config.deepspeed``. Rules among numbers (ranks, batches, layers) stand in
+``m6.config.checks`` and in the checks of the sections.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from m6.config.sections import M6Settings
 
 REDUCTION_KEYS = ("reduce_scatter", "reduce_bucket_size", "overlap_comm", "contiguous_gradients")
-"""Keys of zero_optimization that say how DeepSpeed reduces gradients."""
+"""Keys of zero_optimization for DeepSpeed's sums of gradients."""
 ZERO_KEYS = ("stage", "allgather_bucket_size")
-"""Keys of zero_optimization that have an effect under pipelines, where DeepSpeed neither reduces nor sees passes."""
+"""Keys of zero_optimization with an effect under pipelines, whose passes and sums are not DeepSpeed's."""
 ONE_STAGE = "1f1b"
 """The only schedule with one stage on each rank: that of slices, and of a pipeline without a flush."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What features are read from.
+    """The settings of a run, to find its features in.
 
     Attributes:
         m6: the section ``"m6"``.
-        deepspeed: DeepSpeed's keys, with the offload that ``m6.offload`` adds.
+        deepspeed: DeepSpeed's keys, and the offload of ``m6.offload`` among them.
         model: made of ``m6.model`` and ``m6.moe``.
     """
 
@@ -66,7 +66,7 @@ Text = str | Callable[[Run], str]
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that a run may have.
+    """A feature of a run.
 
     Attributes:
         name: its key, for documents.
@@ -81,12 +81,12 @@ class Feature:
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that a run either has or lacks.
+    """A property of a run, for some features a condition.
 
     Attributes:
         name: a noun.
-        needed_by: features that do not work without, and why: a clause that goes on from the feature's key.
-        broken_by: features that a run cannot have it with, and why.
+        needed_by: features and why they need it: a clause with the feature's key as its subject.
+        broken_by: features and how they break it.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Two features of a run that do not go together, and why."""
+    """Two features of a run, and why they do not go together."""
 
     pair: frozenset[Feature]
     reason: str
@@ -549,7 +549,7 @@ def features() -> list[Feature]:
 
 
 def refused_pairs() -> dict[frozenset[Feature], tuple[Fact, Feature, Feature]]:
-    """The pairs that the table refuses: the fact, who needs it and who breaks it; the first one of several."""
+    """Each refused pair: its first fact, the feature in need of it and the feature against it."""
     found: dict[frozenset[Feature], tuple[Fact, Feature, Feature]] = {}
     for fact in FACTS:
         for needs, breaks in itertools.product(fact.needed_by, fact.broken_by):
@@ -558,7 +558,7 @@ def refused_pairs() -> dict[frozenset[Feature], tuple[Fact, Feature, Feature]]:
 
 
 def refusals(run: Run) -> Iterator[Refusal]:
-    """The pairs of a run's features that do not go together, each once."""
+    """The refused pairs of a run's features, each once."""
     for pair, (fact, needs, breaks) in refused_pairs().items():
         needing, breaking = needs.found(run), breaks.found(run)
         if needing is not None and breaking is not None:
@@ -568,7 +568,7 @@ def refusals(run: Run) -> Iterator[Refusal]:
 
 
 def check_combinations(m6: M6Settings, deepspeed: DeepSpeedSettings, model: ModelSettings) -> None:
-    """Raises UserError with every pair of the run's features that does not go together."""
+    """Raises UserError with all refused pairs of the run's features."""
     found = [refusal.reason for refusal in refusals(Run(m6, deepspeed, model))]
     if len(found) == 1:
         raise UserError(found[0])
@@ -578,7 +578,7 @@ def check_combinations(m6: M6Settings, deepspeed: DeepSpeedSettings, model: Mode
 
 
 def table() -> list[list[str]]:
-    """Rows of a table for readers: the fact, the features that need it, and those that break it."""
+    """Rows of a table for readers: the fact, the features in need of it, the features against it."""
     return [[fact.name, *("; ".join(_listed(each)) for each in (fact.needed_by, fact.broken_by))] for fact in FACTS]
 
 

@@ -19,9 +19,9 @@ def evaluate(
 ) -> dict[str, dict[str, Any]]:
     """Evaluates each objective with a positive weight on its first ``num_rows`` rows.
 
-    The rows are those of every micro-batch size and number of ranks. The ranks share the micro-batches; those of a
-    pipeline have the same ones. Layers may communicate, so all ranks run
-    the same number of forward passes, and the results of surplus passes are dropped.
+    The rows do not depend on the size of a micro-batch or on the number of ranks. Each pipeline, or each rank without
+    one, evaluates a share of the micro-batches. Layers may communicate, so all ranks run the same number of forward
+    passes. Results of surplus passes are dropped.
 
     Returns:
         ``validation``: the mean loss of each objective in nats per target; without objectives that have no validation

@@ -1,9 +1,9 @@
-"""Where a rank is, and every process group of a run.
+"""The coordinates of a rank, and every process group of a run.
 
-The names are those of the field (torchtitan's ``ParallelDims``, PyTorch's ``DeviceMesh``): ``pp`` stages of a pipeline,
-``dp`` ranks that read different micro-batches, ``tp`` parts of matrices, ``ep`` parts of the experts. A rank's number
-is ``(pp_rank * dp + dp_rank) * tp + tp_rank``; ``ep`` divides ``dp`` into neighbours. A test finds every other place
-that makes groups or computes with ranks.
+The names are those of torchtitan's ``ParallelDims`` and PyTorch's ``DeviceMesh``: ``pp`` stages of a pipeline, ``dp``
+replicas with different micro-batches, ``tp`` parts of matrices, ``ep`` parts of the experts. A rank's number is
+``(pp_rank * dp + dp_rank) * tp + tp_rank``; ``ep`` divides ``dp`` into neighbours. No other file makes groups or
+computes with ranks; a test checks it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ParallelDims], Dev
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The sizes of the dimensions over which a run is spread, and this rank's coordinates.
+    """The sizes of a run's dimensions, and this rank's coordinates.
 
     Attributes:
         rank, world_size: see ``Runtime``.
         pp: ranks of a pipeline; they read the same micro-batches.
         tp: ranks of a tensor group, nearest neighbours; they read the same micro-batches.
-        ep: neighbours in ``dp`` that together hold all experts.
+        ep: neighbours in ``dp``; together they hold all experts.
     """
 
     rank: int
@@ -52,12 +52,12 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """Pipelines or tensor groups, which read different micro-batches."""
+        """Number of pipelines or tensor groups. Each reads micro-batches of its own."""
         return self.world_size // (self.pp * self.tp)
 
     @property
     def dp_rank(self) -> int:
-        """The number of this rank's pipeline or tensor group: it decides which micro-batches the rank reads."""
+        """The number of this rank's pipeline or tensor group, and so of its micro-batches."""
         return self.rank // self.tp % self.dp
 
     @property
@@ -77,12 +77,12 @@ class ParallelDims:
 
     @property
     def model_rank(self) -> int:
-        """The number of this rank among those that together hold a copy of the model."""
+        """The number of this rank among the ranks of one copy of the model."""
         return self.pp_rank * self.tp + self.tp_rank
 
     @property
     def reads_first(self) -> bool:
-        """Whether this rank is the one that speaks for its micro-batches where each of them counts once."""
+        """Whether this rank counts its micro-batches, for sums with each micro-batch once."""
         return self.model_rank == 0
 
     def rank_of_stage(self, pp_rank: int) -> int:
@@ -90,11 +90,11 @@ class ParallelDims:
         return (pp_rank * self.dp + self.dp_rank) * self.tp + self.tp_rank
 
     def part(self, ranks_per_part: int) -> tuple[int, int]:
-        """The number of this rank's part of a step, which so many neighbours in ``dp`` share, and its place there."""
+        """The number of this rank's part of a step, shared by so many neighbours in ``dp``, and its place there."""
         return divmod(self.dp_rank, ranks_per_part)
 
     def share(self, numel: int) -> tuple[int, int]:
-        """Begin and end of this rank's part of ``numel`` elements that all ranks of the run divide."""
+        """Begin and end of this rank's part of ``numel`` elements, divided among all ranks of the run."""
         return numel * self.rank // self.world_size, numel * (self.rank + 1) // self.world_size
 
     def ranks(self, dim: Literal["pp", "dp", "tp"]) -> list[list[int]]:
@@ -110,16 +110,16 @@ class Mesh:
     """The process groups of a run; every rank makes it. Its ``get_`` methods are the ``mpu`` of DeepSpeed 0.19.8.
 
     The groups along ``pp``, ``dp`` and ``tp`` are those of PyTorch's ``DeviceMesh``. DeepSpeed makes the groups of
-    experts inside of those along ``dp``, see ``install``; ``moe`` makes those in which experts exchange tokens.
+    experts inside of those along ``dp``, see ``install``; ``moe`` makes the groups for the exchange of tokens.
 
     Args:
         dims: of this rank.
-        device: on which the groups exchange tensors.
+        device: of the tensors that the groups exchange.
 
     Attributes:
         dims, device: see above.
-        device_mesh: with the dimensions ``pp`` and ``tp`` where they are larger than 1, and always ``dp``.
-        replicas: the ranks along ``dp``, which hold the same part of the model; None: all ranks of the run.
+        device_mesh: with ``dp``, and with ``pp`` and ``tp`` if they are larger than 1.
+        replicas: the ranks along ``dp``, with the same part of the model; None: all ranks of the run.
     """
 
     def __init__(self, dims: ParallelDims, device: torch.device) -> None:
@@ -137,7 +137,7 @@ class Mesh:
 
     @property
     def model(self) -> dist.ProcessGroup:
-        """The ranks that together hold a copy of the model: a pipeline or a tensor group."""
+        """The ranks of one copy of the model: a pipeline or a tensor group."""
         return self.device_mesh.get_group("pp" if self.dims.pp > 1 else "tp")
 
     @property
@@ -148,8 +148,7 @@ class Mesh:
     def of_pipelines(self, purpose: str) -> dist.ProcessGroup | None:
         """This rank's pipeline with a communicator for one purpose. All ranks call it.
 
-        NCCL runs the messages of a group one after the other: messages that may overtake others need a group of their
-        own.
+        NCCL runs the messages of a group one after the other. A message can overtake another one only in another group.
         """
         return self._formed(self.dims.ranks("pp"), purpose)
 
@@ -162,7 +161,7 @@ class Mesh:
         return own_group(groups, "tensor")
 
     def install(self) -> Mesh | None:
-        """Makes this the object that DeepSpeed asks for groups, if a rank has a part of the model, and returns it.
+        """Makes this DeepSpeed's ``mpu`` if a rank has a part of the model, and returns it.
 
         Called before experts are split: DeepSpeed then makes their groups among the ranks of one stage.
         """
@@ -174,7 +173,7 @@ class Mesh:
     # What DeepSpeed asks
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which ZeRO partitions."""
+        """The ranks of ZeRO's partitions."""
         return self.replicas
 
     def get_data_parallel_world_size(self) -> int:
@@ -186,7 +185,7 @@ class Mesh:
         return self.dims.dp_rank
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the other parts of the model."""
+        """The ranks of the other parts of the model."""
         return self.model
 
     def get_model_parallel_world_size(self) -> int:
@@ -202,7 +201,7 @@ class Mesh:
         return self.dims.pp
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """Ranks that divide single matrices."""
+        """Ranks of a division of single matrices."""
         return self.dims.tp
 
     def get_tensor_model_parallel_rank(self) -> int:
@@ -221,18 +220,18 @@ class Mesh:
 
 
 def own_group(groups: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup | None:
-    """Makes all groups for a purpose, as torch.distributed wants it, and returns the one of this rank."""
+    """Makes all groups for a purpose, as torch.distributed wants it, and returns this rank's."""
     made = [group_of(ranks, purpose) for ranks in groups]
     return next((group for group in made if group is not None), None)
 
 
 def expert_group(kind: GroupKind, ep_size: int) -> dist.ProcessGroup | None:
-    """A process group of this rank, which DeepSpeed made.
+    """One of DeepSpeed's process groups of this rank.
 
     Args:
-        kind: ``expert_parallel``: the ranks that together hold all experts; ``expert_data_parallel``: the ranks that
-            hold the same experts.
-        ep_size: number of ranks over which the experts are split.
+        kind: ``expert_parallel``: ranks with all experts together; ``expert_data_parallel``: ranks with the same
+            experts.
+        ep_size: number of ranks with all experts together.
 
     Returns:
         None if ep_size is 1. There is then no expert-parallel group, and all ranks hold the same experts: as an

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 LossFunction = Callable[[MicroBatch, M6Output], Tensor]
-"""Maps a micro-batch and the model's output, both on the device, to the loss that ``accumulate`` differentiates.
+"""Maps a micro-batch and the model's output, both on the device, to the loss for ``accumulate``.
 
 An engine may have the output in parts: then each has an auxiliary loss and statistics of some layers, zeros for the
 others, and one of them has the losses of the targets."""
@@ -52,9 +52,9 @@ class Update:
 
     Attributes:
         grad_norm: norm of all gradients before clipping, without the loss scale; infinite or NaN if a gradient is.
-        skipped: whether a gradient was not finite, so that no weight changed.
+        skipped: whether a gradient was not finite. Then no weight changed.
         loss_scale: of this step; 1 except in fp16.
-        nonfinite_stages: the stages of a pipeline whose gradients are not finite, in words.
+        nonfinite_stages: stages of a pipeline with gradients that are not finite, in words.
     """
 
     grad_norm: float
@@ -64,7 +64,7 @@ class Update:
 
 
 class Engine:
-    """A model that DeepSpeed's ZeRO trains, and its offloaded experts if there are any.
+    """A model under DeepSpeed's ZeRO, and its offloaded experts if there are any.
 
     The training loop, the checkpoints, the dry run and the measurements use only this class. Only the folder of this
     file reads DeepSpeed's internals. A second implementation (pipeline stages, tensor-parallel layers, delayed
@@ -77,7 +77,7 @@ class Engine:
     - ``fragments`` yields this rank's part of the training state. A fragment has the parameter's name in the whole
       model and the offset in its global tensor. All ranks together yield every element at least once. Writing to a
       fragment changes the state; the writer then calls ``publish_weights``.
-    - ``counters`` and ``load_counters`` carry everything else that the next step depends on.
+    - ``counters`` and ``load_counters`` carry all other state of the next step.
 
     Args:
         mesh: of this rank.
@@ -87,7 +87,7 @@ class Engine:
         module: the part of the model on this rank.
         offloaded: experts in the store of ``offload``; None if the run does not offload.
         averaged_over: gradients are summed over all ranks and divided by this.
-        replicas: the ranks that hold the same part of the model and read other micro-batches; None: all.
+        replicas: the ranks with the same part of the model and other micro-batches; None: all.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Engine:
             yield index
 
     def _forward_all(self, batches: Sequence[MicroBatch], seeds: Sequence[int]) -> list[M6Output]:
-        """Runs the model on micro-batches that take turns, see ``m6.model.turns``, or on a single one."""
+        """Runs the model on several micro-batches in turn, see ``m6.model.turns``, or on a single one."""
         if len(batches) == 1:
             return [self.forward(batches[0], seeds[0])]
         return forward_in_turns(self._deepspeed, batches, seeds, self._device)
@@ -174,7 +174,7 @@ class Engine:
         """Runs the model on a micro-batch on the engine's device; the output has no logits.
 
         Args:
-            seed: for dropout, which then depends on nothing but the seed and the layer.
+            seed: for dropout. Its masks then depend on the seed and the layer alone.
         """
         output: M6Output = self._deepspeed(
             **batch.model_inputs(), labels=batch.labels, return_logits=False, dropout_seed=seed
@@ -182,7 +182,7 @@ class Engine:
         return output
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulates the gradient of ``loss``, which is already normalised by the global batch."""
+        """Accumulates the gradient of ``loss``, already normalised by the global batch."""
         # DeepSpeed would divide by the micro-batches of the step, although the loss is normalised by their targets.
         self._deepspeed.backward(loss, scale_wrt_gas=False)
 
@@ -224,7 +224,7 @@ class Engine:
         self._deepspeed.set_gradient_accumulation_boundary(True)
 
     def _update(self, squares: float) -> Update:
-        """Updates with gradients of offloaded experts that have this sum of squares."""
+        """Updates; the gradients of offloaded experts have this sum of squares."""
         loss_scale = 1.0 if self._loss_scale is None else self._loss_scale.value
         if self._loss_scale is None:
             norm = clip_gradients(self.module, self._max_norm, self._expert_group, squares)
@@ -257,18 +257,18 @@ class Engine:
             self.offloaded.runtime.use_late_gradients()
 
     def interval_metrics(self) -> dict[str, Any]:
-        """Entries of metrics.jsonl since the last call, which every rank makes once in a log interval."""
+        """Entries of metrics.jsonl since the last call. Every rank calls it once in a log interval."""
         return {} if self._compressed is None else self._compressed.interval_metrics()
 
     def measuring(self) -> AbstractContextManager[Any]:
-        """A context around a step that measures the memory for the plan of offloaded experts."""
+        """A context around a step, to measure the memory for the plan of offloaded experts."""
         return nullcontext() if self.offloaded is None else self.offloaded.measuring(self._resident_tensors)
 
     def replan(self, root: Path, step: int) -> str | None:
         """Adapts the placement of offloaded experts to the measurements of the finished step.
 
         Args:
-            root: the run's folder, where the memory record is written.
+            root: the run's folder, for the memory record.
             step: the number of the finished step.
 
         Returns:
@@ -294,7 +294,7 @@ class Engine:
         return None if self.offloaded is None else self.offloaded.memory_map()
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes that this rank holds between two steps, on the device and on the host.
+        """Bytes of this rank between two steps, on the device and on the host.
 
         Returns:
             ``weights`` (including buffers), ``optimizer_state`` (including fp32 masters), and, if experts are
@@ -333,7 +333,7 @@ class Engine:
 
     @property
     def tensor_names(self) -> set[str]:
-        """The names of all parameters and buffers that a checkpoint of this model holds."""
+        """The names of all parameters and buffers in a checkpoint of this model."""
         names = {name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())}
         return names if self.offloaded is None else names | self.offloaded.names
 
@@ -349,7 +349,7 @@ class Engine:
             yield from self.offloaded.fragments(to_fill)
 
     def residual_fragments(self) -> Iterator[Fragment]:
-        """Yields state that depends on the number of ranks: gradients that this rank has not sent yet."""
+        """Yields state of this number of ranks: gradients that this rank has not sent yet."""
         if self._compressed is not None:
             yield from self._compressed.fragments()
 
@@ -357,7 +357,7 @@ class Engine:
         """Restores ``residual_fragments`` of a checkpoint of any number of ranks.
 
         Raises:
-            UserError: the checkpoint has gradients that were not sent, and this engine would lose them.
+            UserError: the checkpoint has unsent gradients, and this engine would lose them.
         """
         if self._compressed is not None:
             self._compressed.load(reader)
@@ -365,16 +365,16 @@ class Engine:
             load_residuals(reader, {}, self._mesh.dims.dp_rank, self._mesh.dims.dp)
 
     def publish_weights(self) -> None:
-        """Copies weights that were written into the fragments to the tensors that the forward pass reads."""
+        """Copies weights from the fragments to the tensors of the forward pass."""
         state.publish_weights(self._deepspeed)
 
     @property
     def optimizer_step(self) -> int:
-        """Number of updates that the optimizer has applied; skipped steps do not count."""
+        """Number of the optimizer's updates, without skipped steps."""
         return state.optimizer_step(self._deepspeed)
 
     def counters(self) -> dict[str, Any]:
-        """The state that a step depends on in addition to the fragments, as JSON."""
+        """The state of the next step in addition to the fragments, as JSON."""
         counters: dict[str, Any] = {"optimizer_step": self.optimizer_step}
         scaler = {} if self._loss_scale is None else self._loss_scale.state()
         if scaler:
@@ -408,7 +408,7 @@ class Engine:
             self.offloaded.expect(waiting)
 
     def load_counters(self, counters: dict[str, Any], step: int) -> None:
-        """Restores the counters of an engine that had finished ``step`` steps."""
+        """Restores the counters of an engine after ``step`` steps."""
         state.set_optimizer_step(self._deepspeed, counters["optimizer_step"])
         if self.offloaded is not None:
             self.offloaded.runtime.num_updates = counters["optimizer_step"]

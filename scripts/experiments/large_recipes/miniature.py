@@ -61,7 +61,18 @@ def _shipped(name: str, cluster: str, devices: int) -> Recipe:
 def _candidate(name: str, cluster: str, devices: int, times: int, layers: int) -> Recipe:
     """A candidate whose miniature is 128 wide, ``times`` narrower than the full size, and has four layers."""
     file = HERE / "candidates" / f"{name}.json"
-    return Recipe(file, cluster, devices, times, times, times // 4, layers, 2, 64, SOURCES)
+    return Recipe(
+        file,
+        cluster,
+        devices,
+        hidden=times,
+        ffn=times,
+        heads=times // 4,
+        layers=layers,
+        experts=2,
+        batch=64,
+        sources=SOURCES,
+    )
 
 
 RECIPES: dict[str, Recipe] = {

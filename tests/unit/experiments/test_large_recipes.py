@@ -106,6 +106,11 @@ def test_a_variant_has_the_steps_of_its_cost_and_at_most_a_tenth_more(monkeypatc
         assert 0.99 <= steps / (1000 * ratio) <= 1.1
 
 
+def test_a_recipe_that_is_top_1_has_to_beat_the_dense_model_alone():
+    chosen = runs(recipe=[1.0, 1.0, 1.0], dense=[1.1, 1.2, 1.1])
+    assert "candidate m6_base stays**" in verdict("candidate m6_base", chosen)
+
+
 def test_top_1_is_no_variant_of_a_recipe_that_is_top_1():
     assert "top1" not in variants("candidate m6_base")
     assert "top1" in variants("m6_base")
