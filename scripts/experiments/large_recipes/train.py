@@ -61,7 +61,8 @@ HERE = Path(__file__).resolve().parent
 RESULTS, PRICES, NGRAMS = HERE / "results.csv", HERE / "prices.json", HERE / "ngrams.csv"
 KEY = ("recipe", "variant", "equal", "rate", "seed", "base", "device")
 RATES = (0.33, 1.0, 3.0)
-LONGEST = 4  # times the recipe's steps; a variant whose steps are cheaper still is cut there
+GRID = 1.5  # a variant has a power of this times the recipe's steps, so that recipes share the runs of their variants
+LONGEST = GRID**2  # times the recipe's steps; a variant whose steps are cheaper still is cut there
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,9 @@ def run_name(case: Case, steps: int, device: str) -> str:
 
 
 def steps_of(case: Case, table: ResultTable) -> int | None:
-    """Steps with which a case is equal to the recipe's run; None: a run that it needs is missing.
+    """Steps with which a case costs what the recipe's run costs, or more; None: a run that it needs is missing.
 
-    A variant has up to 9 % more, to the next eighth of an octave, so that recipes share the runs of their variants.
+    A variant has up to half more than its due, to the next power of ``GRID``: a recipe that wins, wins at equal cost.
     """
     if case.equal == "cost":
         ratio = days(case.recipe, "recipe") / days(case.recipe, case.variant)
@@ -186,8 +187,7 @@ def steps_of(case: Case, table: ResultTable) -> int | None:
         ratio = per_step["recipe"] / per_step[case.variant]
     if case.variant == "recipe":
         return case.base
-    eighths = math.ceil(8 * math.log2(min(LONGEST, ratio)) - 0.05)
-    return max(20, round(case.base * 2 ** (eighths / 8)))
+    return max(20, round(case.base * GRID ** math.ceil(math.log(min(LONGEST, ratio), GRID) - 0.02)))
 
 
 def run(case: Case, steps: int, data: Path, work: Path, runtime: Runtime) -> dict[str, Any]:

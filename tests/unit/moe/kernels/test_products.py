@@ -20,11 +20,14 @@ from moe.kernels.compiled import CompiledProducts, load_kernel
 from moe.kernels.products import GroupedProducts, LoopProducts, Products, choose_products
 from tests.fixtures.moe_reference import reference_moe
 
-compiled_here = pytest.mark.skipif(
-    load_kernel() is None, reason="the kernel needs a processor with AVX-512 and a compiler"
-)
+# Chosen by hand: which way is faster is measured once, and on a busy machine either may win.
+CHOSEN = {"M6_RECIPES_EXPERTS": "compiled"}
+with mock.patch.dict(os.environ, CHOSEN):
+    KERNEL = load_kernel.__wrapped__()
+
+compiled_here = pytest.mark.skipif(KERNEL is None, reason="the kernel needs a processor with AVX-512 and a compiler")
 WAYS: dict[str, Callable[[Tensor], Products]] = {
-    "compiled": lambda counts: CompiledProducts(counts, load_kernel()),
+    "compiled": lambda counts: CompiledProducts(counts, KERNEL),
     "grouped": GroupedProducts,
     "loop": lambda counts: LoopProducts(counts, torch.float32),
     "filled loop": lambda counts: LoopProducts(counts, torch.float32, 16),
@@ -206,7 +209,9 @@ CompiledProducts(torch.tensor([99]), load_kernel()).forward(torch.randn(99, 600)
 maps = pathlib.Path("/proc/self/maps").read_text().split()
 print(len({name for name in maps if "omp" in name.rsplit("/", 1)[-1] and ".so" in name}))
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=os.environ)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env={**os.environ, **CHOSEN}
+    )
     assert ended.stdout.strip() == "1", ended.stdout + ended.stderr
 
 
@@ -294,7 +299,7 @@ def test_the_faster_kernel_is_measured_once_and_kept(monkeypatch: pytest.MonkeyP
 @compiled_here
 def test_the_measured_products_are_those_of_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever is slower is not chosen; the clock is a count of the calls of one of them."""
-    kernel, clock = compiled.load_kernel(), [0.0]
+    kernel, clock = KERNEL, [0.0]
     monkeypatch.setattr(compiled.time, "perf_counter", lambda: clock[0])
     for slow, chosen in (("compiled", "pytorch"), ("grouped", "compiled")):
         plain = getattr(compiled._Case, slow)
