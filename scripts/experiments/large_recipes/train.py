@@ -61,8 +61,8 @@ HERE = Path(__file__).resolve().parent
 RESULTS, PRICES, NGRAMS = HERE / "results.csv", HERE / "prices.json", HERE / "ngrams.csv"
 KEY = ("recipe", "variant", "equal", "rate", "seed", "base", "device")
 RATES = (0.33, 1.0, 3.0)
-GRID = 1.5  # a variant has a power of this times the recipe's steps, so that recipes share the runs of their variants
-LONGEST = GRID**2  # times the recipe's steps; a variant whose steps are cheaper still is cut there
+GRID = 2 ** (1 / 16)  # a variant has a power of this times the recipe's steps, so that recipes share runs of variants
+LONGEST = 2  # times the recipe's steps; a variant whose steps are cheaper still is cut there
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def run_name(case: Case, steps: int, device: str) -> str:
 def steps_of(case: Case, table: ResultTable) -> int | None:
     """Steps with which a case costs what the recipe's run costs, or more; None: a run that it needs is missing.
 
-    A variant has up to half more than its due, to the next power of ``GRID``: a recipe that wins, wins at equal cost.
+    A variant has up to 5 % more than its due, to the next power of ``GRID``.
     """
     if case.equal == "cost":
         ratio = days(case.recipe, "recipe") / days(case.recipe, case.variant)
@@ -187,7 +187,7 @@ def steps_of(case: Case, table: ResultTable) -> int | None:
         ratio = per_step["recipe"] / per_step[case.variant]
     if case.variant == "recipe":
         return case.base
-    return max(20, round(case.base * GRID ** math.ceil(math.log(min(LONGEST, ratio), GRID) - 0.02)))
+    return max(20, round(case.base * GRID ** math.ceil(math.log(min(LONGEST, ratio), GRID) - 0.1)))
 
 
 def run(case: Case, steps: int, data: Path, work: Path, runtime: Runtime) -> dict[str, Any]:
