@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON, or the name of a shipped one, for example m6_smoke")]
+ConfigFiles = Annotated[list[Path], typer.Argument(help="JSONs of runs, or names of shipped ones")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="KEY.PATH=VALUE, overrides a value of the JSON; can be repeated"),

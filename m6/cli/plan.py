@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from m6.cli.options import ConfigFile, Overrides, ProfileFile
+from m6.cli.options import ConfigFile, ConfigFiles, Overrides, ProfileFile
 
 if TYPE_CHECKING:
     from m6.planning.machine.cluster import Cluster
@@ -131,7 +131,7 @@ def explain(
 
 @app.command()
 def frontier(
-    config: ConfigFile,
+    configs: ConfigFiles,
     cluster: ClusterFile,
     overrides: Overrides = None,
     force: Forced = None,
@@ -139,17 +139,28 @@ def frontier(
     stage: Stage = "real",
     memory_fraction: Fraction = MEMORY_FRACTION,
     days: Annotated[
-        float | None, typer.Option(min=0.01, help="show the loss predicted within so many days by number of devices")
+        float | None, typer.Option(min=0.01, help="show the loss predicted within so many days of the cluster")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="PNG to draw: step time over memory, or with --days loss over days")
+        Path | None, typer.Option(help="PNG to draw: step time over memory, or with --days loss over time")
     ] = None,
 ) -> None:
     """Lists the Pareto-optimal layouts in step time, device memory, host memory and number of devices.
 
-    With --days it shows what each number of devices learns, by its fastest layout.
+    With --days it shows what each number of devices learns, by its fastest layout. With several configurations
+    and --days it shows which one ends lowest for a number of GPU-days.
     """
-    make = _planner(config, cluster, overrides, force, profile, memory_fraction, stage)
+    from m6.errors import UserError
+
+    makes = {
+        config.stem: _planner(config, cluster, overrides, force, profile, memory_fraction, stage) for config in configs
+    }
+    if len(makes) < len(configs):
+        raise UserError(f"{', '.join(map(str, configs))}: expected configurations with different names")
+    if len(makes) > 1:
+        _compare_recipes(makes, days, out)
+        return
+    (make,) = makes.values()
     from m6.planning.loss.outlook import days_table, learned_by_days, loss_line, predicted_loss
     from m6.planning.reports import layout_table
     from m6.planning.search.frontier import device_counts
@@ -172,7 +183,38 @@ def frontier(
     steps = days * 86400 / min(fastest.values())
     print(f"\nAfter {days:g} days on the fastest: {loss_line(predicted_loss(planner.config, steps), planner.config)}")
     if out is not None:
-        print(draw_losses(curves, out))
+        print(draw_losses({f"{devices} devices": points for devices, points in curves.items()}, out))
+
+
+def _compare_recipes(makes: dict[str, Callable[[int | None], Planner]], days: float | None, out: Path | None) -> None:
+    """Prints, and draws, which of several configurations ends lowest for a number of GPU-days."""
+    from m6.errors import UserError
+    from m6.planning.loss.recipes import PricedRecipe, budgets, recipes_report
+    from m6.planning.search.frontier import curve, device_counts
+    from m6.plots.frontier import draw_losses
+
+    if days is None:
+        raise UserError(f"{', '.join(makes)}: several configurations are compared by what they learn; add --days")
+    recipes = []
+    for name, make in makes.items():
+        planner = make(None)
+        priced = curve(
+            lambda part, make=make: make(part.num_devices),  # type: ignore[misc]
+            planner.cluster,
+            device_counts(planner.cluster),
+        )
+        step_s = {devices: plan.time.total for devices, plan, _ in priced if plan is not None}
+        recipes.append(PricedRecipe(name, planner.config, step_s, "" if step_s else priced[-1][2]))
+    if not any(recipe.step_s for recipe in recipes):
+        raise UserError(f"no configuration fits on {planner.cluster.name}; {recipes[0].name}: {recipes[0].reason}")
+    asked = budgets(planner.cluster.num_devices, days)
+    print(recipes_report(recipes, asked))
+    if out is not None:
+        curves = {
+            recipe.name: [(budget.gpu_days, loss.loss) for budget in asked if (loss := recipe.after(budget))]
+            for recipe in recipes
+        }
+        print(draw_losses({name: points for name, points in curves.items() if points}, out, "GPU-days"))
 
 
 @app.command()

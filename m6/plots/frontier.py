@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from m6.planning.search.results import PricedLayout
@@ -38,12 +39,13 @@ def draw_frontier(plans: list[PricedLayout], out: Path) -> Path:
     return out
 
 
-def draw_losses(curves: dict[int, list[tuple[float, float]]], out: Path) -> Path:
-    """Draws predicted loss over days as a PNG, with one line per number of devices.
+def draw_losses(curves: Mapping[str, Sequence[tuple[float, float]]], out: Path, time: str = "days") -> Path:
+    """Draws predicted loss over time as a PNG, with one line per curve.
 
     Args:
-        curves: (days, loss in nats a token) by number of devices.
+        curves: (time, loss in nats a token) by label.
         out: the PNG to write.
+        time: what the horizontal axis counts.
 
     Returns:
         ``out``.
@@ -53,10 +55,10 @@ def draw_losses(curves: dict[int, list[tuple[float, float]]], out: Path) -> Path
     """
     with plotting() as pyplot:
         figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-        for devices, points in curves.items():
-            days, losses = zip(*points, strict=True)
-            axes.plot(days, losses, marker="o", label=f"{devices} devices")
-        axes.set(xlabel="days", ylabel="predicted loss, nats a token", xscale="log")
+        for label, points in curves.items():
+            times, losses = zip(*points, strict=True)
+            axes.plot(times, losses, marker="o", label=label)
+        axes.set(xlabel=time, ylabel="predicted loss, nats a token", xscale="log")
         axes.legend()
         save_figure(figure, out)
     return out
