@@ -274,7 +274,7 @@ def cases(arguments: argparse.Namespace, table: ResultTable) -> Iterator[Case]:
     for seed in range(arguments.seeds):
         for recipe, variant in chosen:
             best = 1.0 if arguments.untuned else best_rate(table, recipe, variant, base)
-            for equal in ("cost", "flops"):
+            for equal in arguments.equal:
                 for rate in sorted({1.0, best}):
                     yield Case(recipe, variant, equal, rate, seed, base)
 
@@ -331,6 +331,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"{', '.join(RECIPES)} (default: all), or ngrams")
     parser.add_argument("--variants", nargs="+", help="default: all of the recipe")
+    parser.add_argument("--equal", nargs="+", choices=("cost", "flops"), default=("cost", "flops"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS, help="of the recipe's run; the variants' follow from it")
     parser.add_argument("--untuned", action="store_true", help="the JSON's learning rates alone")
