@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -15,6 +16,13 @@ from typing import Any
 from m6.errors import StorageError, UserError
 
 _MISSING = (FileNotFoundError, NotADirectoryError)
+# A string, in which // is no comment; a comment to the end of the line; a comment of several lines.
+_STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+def without_comments(text: str) -> str:
+    """JSON whose ``//`` and ``/* */`` comments are blanks, so that a mistake is found at its line and column."""
+    return _STRING_OR_COMMENT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import ErrorDetails
 
 from m6.errors import UserError, nearest
+from m6.files import without_comments
 
 Model = TypeVar("Model", bound=BaseModel)
 _SHOWN_CHARACTERS = 80
@@ -56,7 +57,7 @@ def read_document(path: Path, overrides: tuple[str, ...] = ()) -> dict[str, Any]
     """Reads a JSON file that holds an object, and applies overrides.
 
     Args:
-        path: the JSON file.
+        path: the JSON file. It may hold comments, see ``without_comments``.
         overrides: ``key.path=value`` strings. A value that is not JSON is taken as a plain string.
 
     Raises:
@@ -64,7 +65,7 @@ def read_document(path: Path, overrides: tuple[str, ...] = ()) -> dict[str, Any]
             the override.
     """
     try:
-        document = parse_json(path.read_text(encoding="utf-8"))
+        document = parse_json(without_comments(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except IsADirectoryError:

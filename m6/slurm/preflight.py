@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from m6.files import without_comments
 from m6.runs.cards import lacking_kernels
 
 _GIB = 2**30
@@ -138,7 +139,7 @@ def check_node(reports: Path) -> list[str]:
 def folders_of(config: Path, options: Sequence[str]) -> list[str]:
     """Returns what a run reads, as far as its JSON and options say: data, tokenizers and the model of ``--init``."""
     try:
-        data = json.loads(config.read_text(encoding="utf-8"))["m6"]["data"]
+        data = json.loads(without_comments(config.read_text(encoding="utf-8")))["m6"]["data"]
     except (OSError, ValueError, KeyError, TypeError):  # a mistake that the training tells
         data = {}
     folders = {name: data[name] for name in _FOLDERS if isinstance(data, dict) and isinstance(data.get(name), str)}

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
     [
         ("configuration", "m6_smoke", "m6_smoke.json"),
         ("configuration", "text_to_image", "finetune/text_to_image.json"),
+        ("configuration", "pipeline", "parallel/pipeline.json"),
         ("image tokenizer", "pictures_64", "image_tokenizer/pictures_64.json"),
         ("cluster", "h100_x128", "clusters/h100_x128.json"),
         ("job", "gpu_1x8", "jobs/gpu_1x8.json"),

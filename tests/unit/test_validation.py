@@ -1,12 +1,13 @@
 """Messages about JSON: short and soon, however much of it is wrong."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from m6.config.run import parse_config
 from m6.errors import UserError
-from m6.validation import check_keys, parse_json
+from m6.validation import check_keys, parse_json, read_document
 
 KEYS = {f"key_{number}": 1 for number in range(20_000)}
 
@@ -53,6 +54,23 @@ def test_many_keys_are_searched_for_a_duplicate():
     assert len(parse_json("{" + ", ".join(pairs) + "}")) == 100_000
     with pytest.raises(UserError, match='the key "key_7" is given twice'):
         parse_json("{" + ", ".join([*pairs, '"key_7": 2']) + "}")
+
+
+def test_a_file_may_hold_comments(tmp_path: Path):
+    file = tmp_path / "run.json"
+    file.write_text("""// first
+{
+  "url": "http://a//b", /* of several
+  lines */ "escaped": "\\"// no comment",  // to the end
+  "number": 2 // last
+}""")
+    assert read_document(file) == {"url": "http://a//b", "escaped": '"// no comment', "number": 2}
+    file.write_text('{\n  /* two\n lines */ "a": 1, // "b": 2\n  "c": x\n}')
+    with pytest.raises(UserError, match="line 4 column 8"):
+        read_document(file)
+    file.write_text('{"a": 1} /* without an end')
+    with pytest.raises(UserError, match="not readable as JSON"):
+        read_document(file)
 
 
 def test_a_message_is_one_line_that_a_terminal_can_show():

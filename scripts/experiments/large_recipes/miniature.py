@@ -278,6 +278,17 @@ def _halves(prototypes: int) -> Callable[[Document], None]:
     return change
 
 
+def _normalized(full: Document) -> None:
+    """Two of twice as many experts of half the width, whose gates are divided by their sum (Mixtral, arXiv 2401.04088)."""
+    _finer(full, 2)["top_k"] = 2
+    full["m6"]["moe"]["normalize_gates"] = True
+
+
+def _sigmoid(full: Document) -> None:
+    """The recipe with sigmoid gates, which begin at 1/2 and not at one part in as many as there are experts."""
+    full["m6"]["moe"]["gating"] = "sigmoid"
+
+
 def _prototypes(number: int) -> Callable[[Document], None]:
     def change(full: Document) -> None:
         moe = full["m6"]["moe"]
@@ -322,7 +333,12 @@ VARIANTS: dict[str, Callable[[Document], None]] = {
     "today": _today,
     "none": _none,
 }
-HALVES = {"2 top-1 of halves": _halves(2), "top-2 of halves": _halves(1)}
+HALVES: dict[str, Callable[[Document], None]] = {
+    "2 top-1 of halves": _halves(2),
+    "top-2 of halves": _halves(1),
+    "top-2 of halves, normalized": _normalized,
+    "sigmoid gates": _sigmoid,
+}
 PROTOTYPES = {f"{number} top-1": _prototypes(number) for number in (1, 2, 4, 8)}
 STAGES: dict[str, Callable[[Document], None]] = {
     "never switching": _never,

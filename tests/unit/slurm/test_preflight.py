@@ -40,7 +40,7 @@ def test_the_folders_of_the_run_that_the_node_sees(reports: Path):
     Path(here).mkdir()
     Path(there).mkdir()
     config = reports / "run.json"
-    config.write_text(json.dumps({"m6": {"data": {"path": here, "tokenizer": gone, "num_workers": 4}}}))
+    config.write_text("// mine\n" + json.dumps({"m6": {"data": {"path": here, "tokenizer": gone, "num_workers": 4}}}))
     run(reports, str(config), MIN_SHM_GB="0")
     assert (reports / "n7.seen").read_text() == f"{here}\n"
     options = ["--init", there, "--set", f"m6.data.path={gone}", f"--set=m6.data.tokenizer={here}", "--set", "a=b"]
