@@ -279,7 +279,7 @@ def _halves(prototypes: int) -> Callable[[Document], None]:
 
 
 def _normalized(full: Document) -> None:
-    """Two of twice as many experts of half the width, whose gates are divided by their sum (Mixtral, arXiv 2401.04088)."""
+    """Two of twice as many experts of half the width, gates divided by their sum (Mixtral, arXiv 2401.04088)."""
     _finer(full, 2)["top_k"] = 2
     full["m6"]["moe"]["normalize_gates"] = True
 
