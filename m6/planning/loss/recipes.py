@@ -11,7 +11,7 @@ from m6.planning.loss.law import LossPrediction, Scale
 from m6.planning.loss.outlook import predicted_loss, recipe_of, shipped_law
 
 _DAY_S = 86400.0
-_PARTS = (1 / 64, 1 / 16, 1 / 4, 1.0)
+_PARTS = (1 / 4096, 1 / 512, 1 / 64, 1 / 8, 1.0)
 """Of the longest time that is asked about."""
 
 

@@ -32,7 +32,7 @@ def test_a_budget_is_spent_where_it_gives_the_most_steps():
     assert own.after(Budget(32.0, 2.0)) == predicted_loss(own.config, 0.5 * 86400 / 0.025)
     assert recipe("m6_cpu", _8=1e6).after(small) is None
     assert recipe("m6_cpu").after(small) is None
-    assert [budget.gpu_days for budget in budgets(64, 2.0)] == [2.0, 8.0, 32.0, 128.0]
+    assert [budget.gpu_days for budget in budgets(64, 2.0)] == [1 / 32, 1 / 4, 2.0, 16.0, 128.0]
 
 
 def test_the_verdict_names_the_lowest_and_all_whose_intervals_overlap():
@@ -59,7 +59,7 @@ def test_several_configurations_are_compared_on_a_cluster(tmp_path: Path):
     names = [str(CONFIGS / f"{name}.json") for name in ("m6_cpu", "m6_base")]
     arguments = ["frontier", *names, "--cluster", "h100_x128", *CHEAP, "--days", "2", "--out", str(png)]
     text = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
-    assert "| 4 GPU-days | 16 GPU-days | 64 GPU-days | 256 GPU-days |" in text
+    assert "| 0.062 GPU-days | 0.5 GPU-days | 4 GPU-days | 32 GPU-days | 256 GPU-days |" in text
     assert "**extrapolated** beyond the law's runs" in text
     assert str(png) in text
     assert png.stat().st_size > 0
