@@ -36,13 +36,16 @@ _HEAD = f"""\
 
 A run is one JSON file: DeepSpeed's keys at the top level, with DeepSpeed's names, and all other keys in the section
 `"m6"`. Each value stands in one place: batch sizes, precision, clipping and the optimizer are DeepSpeed's keys. An
-unknown key is an error that names the nearest valid one. A key that would be ignored is an error too.
+unknown key is an error that names the nearest valid one. A key that would be ignored is an error too. `//` and
+`/* */` begin comments.
 
 The files of this folder also have names: `m6 pretrain m6_smoke` reads `m6_smoke.json` in any folder, also where only
 the package is installed. So do `m6 finetune text_to_image`, `m6 train-image-tokenizer pictures_64`, `m6 plan m6_100b
 --cluster h100_x128` and `m6 submit m6_100b --job gpu_16x8`. A file of that name in the working folder wins.
 
 `m6 pretrain FILE --set m6.model.num_layers=4 --set gradient_clipping=0.5` overrides values.
+
+[parallel](parallel/README.md) has a small run for each way to spread a model over ranks.
 
 ## DeepSpeed's keys
 

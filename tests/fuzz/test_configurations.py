@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from m6.config.run import RunConfig, load_config
 from m6.errors import UserError
 from m6.planning.prediction import check_memory
+from m6.validation import read_document
 from tests.fixtures.command import m6
 from tests.fixtures.tiny_run import tiny_document
 from tests.fuzz.examples import long_and_short, refusal, search
@@ -78,7 +79,7 @@ def damaged(draw: st.DrawFn, documents: list[dict[str, Any]]) -> tuple[dict[str,
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in CONFIGS]
+    found = [read_document(path) for path in CONFIGS]
     tiny = tiny_document(tmp_path_factory.mktemp("fuzz"))
     full = with_defaults(tiny, load_config_of(tiny, tmp_path_factory.mktemp("full")))
     return [*found, tiny, full]

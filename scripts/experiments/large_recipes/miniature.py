@@ -19,6 +19,7 @@ from typing import Any
 from m6.config.run import parse_config
 from m6.errors import UserError
 from m6.shipped import CONFIGS
+from m6.validation import read_document
 from moe import MoEConfig
 
 Document = dict[str, Any]
@@ -98,7 +99,7 @@ MEAN_TOKENS = 64  # of a sample of data/real, without padding
 
 def shipped(recipe: str) -> Document:
     """The JSON of a configuration at full size."""
-    return json.loads(RECIPES[recipe].file.read_text(encoding="utf-8"))
+    return read_document(RECIPES[recipe].file)
 
 
 def miniature(full: Document, recipe: str, steps: int = STEPS, rate: float = 1.0) -> Document:

@@ -1,7 +1,5 @@
 """The committed page of today's clusters is what the planner says, and the picture is of that page."""
 
-import json
-
 import pytest
 from PIL import Image
 
@@ -14,6 +12,7 @@ from m6.planning.search.stages import training_stages
 from m6.planning.shipped import SHIPPED
 from m6.plots.todays_clusters import CLUSTERS, PAGE, PICTURE, digest_of, draw, page_of, plan_size
 from m6.shipped import CONFIGS
+from m6.validation import read_document
 
 COMMAND = "python -m m6.plots.todays_clusters"
 
@@ -63,7 +62,7 @@ def test_half_as_many_do_not_do(h100: Cluster):
 
 def test_weights_beyond_all_memory_need_no_search(h100: Cluster, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Planner, "search", lambda self: pytest.fail("a search"))
-    document = json.loads((CONFIGS / "m6_10t.json").read_text(encoding="utf-8")) | {"train_batch_size": 32}
+    document = read_document(CONFIGS / "m6_10t.json") | {"train_batch_size": 32}
     document["train_micro_batch_size_per_gpu"] = 1
     with pytest.raises(UserError, match=r"a batch of 32 has no more devices; needs 20,\d{3} GB for the weights of"):
         least_devices(parse_config(document), h100, time_limit_min=1440)
