@@ -47,6 +47,7 @@ class MoELayer(nn.Module):
     Attributes:
         hidden_size, ffn_hidden_size, config: the arguments.
         dispatcher: brings the tokens to the experts, see ``moe.dispatch``.
+        balance_group: the ranks whose tokens ``balance_scope`` "global_batch" counts; None: all.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class MoELayer(nn.Module):
         self.experts = Experts(*arguments)
         self.shared = SharedExperts(*arguments) if config.num_shared_experts else None
         self.dispatcher: Dispatcher = LocalDispatcher()
+        self.balance_group: torch.distributed.ProcessGroup | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -146,7 +148,10 @@ class MoELayer(nn.Module):
     def _route(
         self, tokens: Tensor, part: TokenPart | None, sequences: Sequences | None
     ) -> tuple[Routing, RouterLosses, RoutingStats]:
-        return route(self.router(tokens), self.config, self.training, self.router.balance_bias, part, sequences)
+        router = self.router
+        return route(
+            router(tokens), self.config, self.training, router.balance_bias, part, sequences, self.balance_group
+        )
 
     def _beside(self) -> Callable[[Tensor], Tensor] | None:
         shared = self.shared

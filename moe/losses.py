@@ -26,7 +26,11 @@ class Sequences(NamedTuple):
 
 
 def load_balancing_losses(
-    probabilities: Tensor, chosen_counts: Tensor, scope: str = "micro_batch", sequences: Sequences | None = None
+    probabilities: Tensor,
+    chosen_counts: Tensor,
+    scope: str = "micro_batch",
+    sequences: Sequences | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor:
     """Returns the mean over prototypes of M * sum_i f_i p_i of each token; the mean of all is 1 if the load is even.
 
@@ -35,7 +39,7 @@ def load_balancing_losses(
     prototype.
 
     With the scope "global_batch", f_i is the share over the tokens of all ranks (arXiv 2501.11873, section 3), which
-    takes one all-reduce of E numbers over all ranks of the default process group. With the scope "sequence", it is the
+    takes one all-reduce of E numbers over all ranks of ``group``. With the scope "sequence", it is the
     share over the tokens of a sequence (DeepSeek-V3, arXiv 2412.19437, equation 17).
 
     Args:
@@ -43,13 +47,14 @@ def load_balancing_losses(
         chosen_counts: [Z, M], how often each expert was chosen before any choice was dropped; [G, Z, M] by sequence.
         scope: "micro_batch", "global_batch" or "sequence".
         sequences: of the tokens, for the scope "sequence".
+        group: the ranks that have the layer, for the scope "global_batch"; None: all.
 
     Returns:
         [T].
     """
     counts = chosen_counts.to(probabilities.dtype)
     if scope == "global_batch" and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(counts)
+        torch.distributed.all_reduce(counts, group=group)
     shares = shares_of(counts)
     if sequences is not None:
         shares = shares.index_select(0, sequences.numbers)

@@ -122,6 +122,7 @@ def route(
     balance_bias: Tensor | None = None,
     part: TokenPart | None = None,
     sequences: Sequences | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
 ) -> tuple[Routing, RouterLosses, RoutingStats]:
     """Chooses experts for every token in each prototype. Each step is one of the functions below.
 
@@ -130,6 +131,7 @@ def route(
         balance_bias: [E], see ``choose``.
         part: of which tokens these are a part; None: all.
         sequences: of the tokens, for ``balance_scope`` "sequence".
+        group: of ranks, for ``balance_scope`` "global_batch"; None: all.
 
     Returns:
         The pairs to compute, the weighted auxiliary losses, and the statistics.
@@ -147,7 +149,7 @@ def route(
         counts = chosen_counts if sequences is None else _counts_by_sequence(experts, sequences, config)
         choices = by_prototype(counts, config)
         if part is None:
-            balance = load_balancing_losses(distribution, choices, config.balance_scope, sequences)
+            balance = load_balancing_losses(distribution, choices, config.balance_scope, sequences, group)
             of_tokens = config.aux_loss_weight * balance
         else:
             of_part = config.aux_loss_weight * load_balancing_loss_of_part(distribution, choices, part, sequences)

@@ -103,7 +103,9 @@ def _number_refusal(config: RunConfig, micro_batches: int, data_size: int) -> st
     training = config.m6.training
     refusal = turns_refusal(training.micro_batches_at_once, micro_batches)
     if refusal is None and training.deterministic is not None:
-        refusal = tree_refusal(micro_batches * data_size, data_size, training.ep_size)
+        leaves = micro_batches // training.micro_batches_at_once * data_size
+        ranks_of_model = config.pipeline_size * config.tensor_size
+        refusal = tree_refusal(leaves, data_size, training.ep_size, ranks_of_model)
     if refusal is not None or config.pipeline is None:
         return refusal
     refusal = config.pipeline.micro_batches_refusal(micro_batches)
@@ -117,20 +119,22 @@ def _number_refusal(config: RunConfig, micro_batches: int, data_size: int) -> st
     return f"{refusal}; use {runs * data_size * config.deepspeed.micro_batch_size}"
 
 
-def tree_refusal(micro_batches: int, world_size: int, ep_size: int) -> str | None:
+def tree_refusal(passes: int, data_size: int, ep_size: int, ranks_of_model: int = 1) -> str | None:
     """Why a rank would not add up a whole branch of the tree of m6/training/engine/tree_sum.py; None if it does.
 
     Args:
-        micro_batches: of a step, on all ranks.
+        passes: backward passes of a step on all ranks that read different micro-batches.
+        data_size: those ranks.
+        ranks_of_model: of a pipeline or a tensor group.
     """
-    leaves = micro_batches // ep_size
+    leaves = passes // ep_size
     largest = leaves & -leaves  # the largest power of two that divides them
-    if largest % (world_size // ep_size) == 0:
+    if largest % (data_size // ep_size) == 0:
         return None
-    worlds = ", ".join(str(ep_size * 2**power) for power in range(largest.bit_length()))
+    worlds = ", ".join(str(ranks_of_model * ep_size * 2**power) for power in range(largest.bit_length()))
     return (
-        f'm6.training.deterministic "any_world" on {world_size} ranks: {leaves} micro-steps of {ep_size} micro-batch'
-        f"{'' if ep_size == 1 else 'es'} have the same sums on {worlds} ranks"
+        f'm6.training.deterministic "any_world" on {ranks_of_model * data_size} ranks: {leaves} micro-steps of '
+        f"{ep_size} micro-batch{'' if ep_size == 1 else 'es'} have the same sums on {worlds} ranks"
     )
 
 

@@ -290,7 +290,6 @@ PLATEAU, CORRELATION = _switch("loss_plateau"), _switch("gradient_correlation")
 LORA = _of("m6.lora", lambda run: run.m6.lora is not None, "leave m6.lora out")
 INIT = _of("m6.init", lambda run: run.m6.init is not None, "fine-tune with a JSON of configs/finetune")
 SAMPLES = _of("m6.samples", lambda run: run.m6.samples is not None, "leave m6.samples out")
-ELASTIC = _of("m6.elastic", lambda run: run.m6.elastic is not None, "leave m6.elastic out")
 EXPERTS = _of("m6.moe", lambda run: run.m6.moe is not None, "leave m6.moe out")
 CAPACITY = Feature(
     "m6.moe.capacity_factor",
@@ -344,7 +343,6 @@ FACTS: tuple[Fact, ...] = (
     Fact(
         "gradients of the whole model on each rank",
         {
-            ANY_WORLD: "adds up whole gradients of one rank",
             CORRELATION: "compares gradients of all layers",
         },
         {
@@ -373,7 +371,6 @@ FACTS: tuple[Fact, ...] = (
     Fact(
         "micro-batches one after the other",
         {
-            ANY_WORLD: "adds up the gradients of each micro-batch by itself",
             PIPELINE: "has a schedule, which gives micro-batches their turns",
             TENSOR: "sums up one micro-batch at a time",
             CORRELATION: "tells the gradients of layers apart as one micro-batch runs through them",
@@ -442,7 +439,6 @@ FACTS: tuple[Fact, ...] = (
         {
             HOST_STATES: "has one buffer for gradients in host memory, which those of the next step overwrite",
             ZERO_3: "shows its parts to the optimizer only inside of a step",
-            TENSOR: "has an engine of its own, which knows no late gradients",
         },
     ),
     Fact(
@@ -462,6 +458,7 @@ FACTS: tuple[Fact, ...] = (
         "whole rows",
         {
             CAPACITY: "drops tokens by the loads of a whole micro-batch",
+            GLOBAL_BALANCE: "adds up the loads of whole micro-batches of all ranks",
             OFFLOAD: "plans a step of whole micro-batches",
             OTHER_SCHEDULES: "does not know that backward passes of slices come in reverse order",
         },
@@ -473,19 +470,12 @@ FACTS: tuple[Fact, ...] = (
         {TENSOR: "gives a rank a part of each matrix"},
     ),
     Fact(
-        "the same layers on all ranks",
-        {GLOBAL_BALANCE: "adds up the counts of all ranks"},
-        {PIPELINE: "gives ranks other layers"},
-    ),
-    Fact(
         "whole heads and layers on a rank, in DeepSpeed's own engine",
         {
             PIPELINE: "has an engine of its own, for whole layers",
-            ZERO_2: "divides gradients already",
             ZERO_3: "divides weights already",
             HOST_STATES: "keeps states of whole matrices in host memory",
             PSEUDO: "shares the weights of whole layers",
-            ELASTIC: "plans anew for other nodes, and knows no divided matrices",
             COMPRESSION: "compresses gradients of whole matrices",
             LORA: "puts adapters beside whole matrices",
             SCORE_DROPOUT: "would drop the same scores in the heads of all ranks",

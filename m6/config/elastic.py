@@ -11,6 +11,8 @@ from m6.validation import Section
 
 Changeable = Literal["ep_size", "zero_stage", "checkpointing", "ranks_per_node", "micro_batches_at_once", "pipeline"]
 CHANGEABLE: tuple[Changeable, ...] = get_args(Changeable)
+FIXED_SUMS: tuple[Changeable, ...] = ("ep_size", "micro_batches_at_once", "pipeline")
+"""What m6.training.deterministic keeps, because its sums depend on it."""
 
 
 class ElasticSettings(Section):

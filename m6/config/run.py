@@ -134,12 +134,20 @@ class RunConfig:
         return 1 if self.m6.training.deterministic is None else self.m6.training.ep_size
 
     @property
-    def sums_depend_on(self) -> dict[str, int] | None:
-        """What must stay as it is for equal sums on any number of ranks; None if the run does not ask for them."""
-        if self.m6.training.deterministic is None:
+    def sums_depend_on(self) -> dict[str, Any] | None:
+        """What must stay as it is for equal sums on any number of ranks, as JSON; None if the run does not ask for
+        them."""
+        training, parallel = self.m6.training, self.m6.parallel
+        if training.deterministic is None:
             return None
-        sizes = {"m6.training.ep_size": self.m6.training.ep_size}
-        return {**sizes, "train_micro_batch_size_per_gpu": self.deepspeed.micro_batch_size}
+        found: dict[str, Any] = {
+            "m6.training.ep_size": training.ep_size,
+            "train_micro_batch_size_per_gpu": self.deepspeed.micro_batch_size,
+            "m6.training.micro_batches_at_once": training.micro_batches_at_once,
+        }
+        for name, section in (("pipeline", parallel.pipeline), ("tensor", parallel.tensor)):
+            found[f"m6.parallel.{name}"] = None if section is None else section.model_dump(mode="json")
+        return found
 
     @property
     def planned_sharing(self) -> Sharing | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from m6.architecture.settings import ModelSettings
 from m6.config.batch_ramp import BatchSizes
 from m6.config.deepspeed import DeepSpeedSettings
-from m6.config.elastic import ElasticSettings
+from m6.config.elastic import FIXED_SUMS, ElasticSettings
 from m6.config.sections import LoraSettings, M6Settings, PseudoToRealSettings, ScheduleSettings
 from m6.data.objectives import OBJECTIVES, reads_codes
 from m6.errors import UserError
@@ -72,7 +72,7 @@ def check_elastic(settings: ElasticSettings, run: M6Settings, deepspeed: DeepSpe
             "gradient_accumulation_steps: with m6.elastic it follows from the batch sizes and the ranks of each "
             "attempt; leave it out"
         )
-    for name in ("ep_size", "pipeline"):
+    for name in FIXED_SUMS:
         if run.training.deterministic is not None and name in (settings.may_change or ()):
             raise UserError(
                 f'm6.elastic.may_change: "{name}" changes the sums that m6.training.deterministic "any_world" keeps; '

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from m6.config.elastic import CHANGEABLE, ElasticSettings
+from m6.config.elastic import CHANGEABLE, FIXED_SUMS, ElasticSettings
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.planning.cost.layout import DIMENSIONS, ParallelLayout, divisors
@@ -232,8 +232,7 @@ def _fixed(config: RunConfig) -> dict[str, Any]:
     """The choices that must stay, by the names of ``ParallelLayout``."""
     allowed = _settings(config).may_change
     if allowed is None:
-        # The sums of "any_world" depend on the experts of a rank, and need whole models.
-        kept = () if config.m6.training.deterministic is None else ("ep_size", "pipeline")
+        kept = () if config.m6.training.deterministic is None else FIXED_SUMS
         allowed = [name for name in CHANGEABLE if name not in kept]
     own, free = choices_of(config), set[str](allowed)
     if "pipeline" in free:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import threading
@@ -221,16 +222,22 @@ class Checkpointer:
         return max(0.0, self._record(folder, self.runtime.rank).stat().st_mtime - min(times))
 
 
+# What checkpoints lack that were written when it had one value only.
+_SUMS_OF_OLD_STATES = {"m6.training.micro_batches_at_once": 1}
+
+
 def check_same_sums(config: RunConfig, state: dict[str, Any]) -> None:
     """Raises UserError if ``"deterministic": "any_world"`` cannot go on from a checkpoint with this state."""
     before, now = state.get("any_world"), config.sums_depend_on
     if before is None or now is None:
         return
-    for name in now:
-        if now[name] != before[name]:
+    for name, value in now.items():
+        had = before.get(name, _SUMS_OF_OLD_STATES.get(name))
+        if value != had:
+            own, other = json.dumps(value), json.dumps(had)
             raise UserError(
-                f'{name} {now[name]}: the steps so far had {before[name]}, and "deterministic": "any_world" adds up '
-                f"other sums with {now[name]}; use {before[name]}"
+                f'{name} {own}: the steps so far had {other}, and "deterministic": "any_world" adds up other sums with '
+                f"{own}; use {other}"
             )
 
 

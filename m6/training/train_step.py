@@ -114,6 +114,7 @@ class TrainStep:
         self.stage = stage
         self.dims = ParallelDims.of(config, runtime.rank, runtime.world_size)
         self._exact = config.m6.training.deterministic is not None
+        self._is_sliced = config.pipeline is not None and config.pipeline.slices is not None
         self.health = ExpertHealth(engine.module, config.model)
         self.noise = GradientNoise(config, engine)
         # In the order of the forward pass, which is also the order of the router statistics. None: on another rank.
@@ -162,7 +163,7 @@ class TrainStep:
             bad_rows=int(bad_rows),
             pictures=int(pictures),
             token_pairs=int(token_pairs),
-            sums=StepSums(self.runtime.device, self._exact, self.dims.tp_rank == 0),
+            sums=StepSums(self.runtime.device, self._exact, self.dims.tp_rank == 0, self._is_sliced),
             router_entropy=torch.zeros(len(self.sparse), device=self.runtime.device),
         )
 

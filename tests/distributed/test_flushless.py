@@ -95,7 +95,7 @@ def versions_mixed_up(each: dict[str, Any]) -> None:
     """Backward passes under way compute with the new weights, or the embedding lacks the gradient of the logits."""
     wrongs: list[tuple[Any, str, Any]] = [
         (flushless_pipeline, "_in_parameters", lambda _: nullcontext()),
-        (FlushlessPipelineEngine, "_add_gradient_of_table", lambda _: None),
+        (FlushlessPipelineEngine, "_end_passes", lambda _: None),
     ]
     for owner, name, wrong in wrongs:
         kept = getattr(owner, name)

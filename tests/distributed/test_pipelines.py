@@ -341,3 +341,21 @@ def test_a_run_resumes_on_other_layouts(folder: Path):
     assert norms(root) == pytest.approx(norms(folder / "straight"), rel=10 * TOLERANCE)
     records = [json.loads(line)["step"] for line in (root / "metrics.jsonl").read_text().splitlines()]
     assert records == [1, 2, 3, 4, 4, 5, 6, 6]
+
+
+def test_the_balance_of_all_ranks_is_that_of_a_stage(folder: Path):
+    """The loads of the micro-batches that both pipelines compute at one time, as two ranks with whole models count."""
+    changes: dict[str, Any] = {"m6__moe": {**ROUTING, "balance_scope": "global_batch"}, "m6__training__total_steps": 2}
+    run_distributed(train_all, 2, [(document(folder, **changes), folder / "whole")])
+    stages = {name: pipeline(2, name) for name in ("1f1b", "zbv")}
+    changes["m6__training__activation_checkpointing"] = True
+    runs = [(document(folder, m6__parallel__pipeline=each, **changes), folder / name) for name, each in stages.items()]
+    run_distributed(train_all, 4, [(each, root.with_name(f"balanced {root.name}")) for each, root in runs])
+    alone = folder / "balanced alone"
+    del changes["m6__training__activation_checkpointing"]
+    run_distributed(train_all, 1, [(document(folder, 0, **changes), alone)])
+    for name in stages:
+        found = folder / f"balanced {name}"
+        assert losses(found) == pytest.approx(losses(folder / "whole"), rel=TOLERANCE)
+        assert norms(found) == pytest.approx(norms(folder / "whole"), rel=TOLERANCE)
+        assert norms(found) != pytest.approx(norms(alone), rel=TOLERANCE)  # its loads are those of one micro-batch

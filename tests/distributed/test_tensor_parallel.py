@@ -59,6 +59,8 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         1,
     ),
     "1d, ZeRO 0": ({"gradient_clipping": 0.1, "m6__model__rotary_base": 10000.0}, tensor(2), 0),
+    "1d, ZeRO 2": ({"gradient_clipping": 0.1}, tensor(2), 2),
+    "AdamW one step late": ({"m6__gradient_delay": {"accept_loss": True}}, tensor(2), 1),
     "2d": ({"m6__model__patch_encoder": "resnet"}, tensor(4, "2d"), 1),
 }
 # 16 bits round the sums of different orders.
@@ -114,7 +116,7 @@ def test_a_run_reports_what_one_rank_reports(trained: Path, name: str):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_checkpoint_is_that_of_one_rank(trained: Path, name: str):
     for key, error in state_errors(trained / name, trained / f"{name} alone").items():
-        assert error < (2e-3 if name == "AdamW" else TOLERANCE), key
+        assert error < (2e-3 if "AdamW" in name else TOLERANCE), key
 
 
 @pytest.mark.parametrize("name", ROUNDED)

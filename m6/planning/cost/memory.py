@@ -114,11 +114,14 @@ class MemoryModel:
             states = self._with_two_versions(states, layout, place, counts.divided(layout))
             under_way = self._pipelined(layout).between_steps(pipeline, place, stages)
         if pipeline is not None and holds_copy_of_table(pipeline, place):
-            copy = self.config.model.vocab_size * self.config.model.hidden_size // layout.tp_size
-            copy *= self.precision.weights
+            numel = self.config.model.vocab_size * self.config.model.hidden_size // layout.tp_size
+            copy = numel * self.precision.weights
             # Of the copy's gradient there are two, too: the first rank ends its step later.
             sums = 2 if is_flushless(self.config, layout) else 1
             states = replace(states, weights=states.weights + copy, gradients=states.gradients + sums * copy)
+            if self.config.m6.training.deterministic is not None:
+                partial = FP32 * self._any_world_sums(layout)[0] * numel
+                states = replace(states, partial_sums=states.partial_sums + partial)
         rest = replace(
             states,
             activations=self._activation_bytes(layout, place, stages),
@@ -308,7 +311,7 @@ class MemoryModel:
     def _any_world_sums(self, layout: ParallelLayout) -> tuple[int, int]:
         """Copies of all gradients in fp32 while those of the last micro-batch are computed, and after that the most:
         they lie beside the partial sums, or the sum of the rank beside that of all ranks."""
-        kept = partial_sums(layout.accumulation(self.config.deepspeed.train_batch_size))
+        kept = partial_sums(layout.backward_passes(self.config.deepspeed.train_batch_size))
         return kept, max(kept + 1, 2 if layout.dp_size > 1 else 1)
 
     def residual_bytes(self, layout: ParallelLayout) -> int:

@@ -139,7 +139,8 @@ def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: Parallel
             return Refusal("pipeline", refusal)
     if config.m6.training.deterministic is not None:
         for number in numbers:
-            refusal = tree_refusal(number * layout.dp_size, layout.dp_size, layout.ep_size)
+            passes = number // layout.micro_batches_at_once * layout.dp_size
+            refusal = tree_refusal(passes, layout.dp_size, layout.ep_size, layout.pp_size * layout.tp_size)
             if refusal is not None:
                 return Refusal("ranks", refusal)
     node, group = layout.ranks_per_node, layout.ep_size

@@ -18,7 +18,6 @@ from m6.model.stages import keep_layers
 from m6.model.tensor.layers import divide_layers
 from m6.runs.processes import Runtime
 from m6.training.engine import tensor_norms
-from m6.training.engine.any_world import AnyWorldEngine
 from m6.training.engine.engine import Engine
 from m6.training.engine.flushless_pipeline import FlushlessPipelineEngine
 from m6.training.engine.large_batch import LargeBatchOptimizer
@@ -31,6 +30,7 @@ from m6.training.engine.tensor import TensorEngine
 from m6.training.mesh import Mesh, ParallelDims
 from m6.training.meta_model import build_meta_model
 from m6.training.offloading.experts import OffloadedExperts
+from moe import MoELayer
 
 
 def build_model(
@@ -61,6 +61,9 @@ def build_model(
     if mesh is not None and config.pipeline is not None:
         # After the split of experts, whose groups all ranks make, also those that keep none.
         keep_layers(model, config.pipeline.layers_of(mesh.dims.pp_rank, config.model.num_layers))
+        for layer in model.modules():
+            if isinstance(layer, MoELayer):
+                layer.balance_group = mesh.replicas
     if mesh is not None and config.tensor is not None:
         groups = mesh.dims.ranks("tp")
         divide_layers(model, config.model, config.tensor.placement, groups, mesh.dims.rank, mesh.own_group)
@@ -128,4 +131,4 @@ def _engine_type(config: RunConfig) -> type[Engine]:
         return PipelineEngine if config.pipeline.slices is None else SlicedPipelineEngine
     if config.tensor is not None:
         return TensorEngine
-    return Engine if config.m6.training.deterministic is None else AnyWorldEngine
+    return Engine

@@ -14,7 +14,9 @@ from m6.checkpoints.fragment import Fragment
 from m6.config.run import RunConfig
 from m6.planning.cost.gradient_bytes import ring_bytes
 from m6.planning.cost.precision import FP32
+from m6.training.engine.handover import take_gradient
 from m6.training.engine.partitions import is_expert
+from m6.training.engine.reducer import AllReducedGradients, GradientReducer
 from m6.training.engine.tensor_norms import norms_of
 from m6.training.mesh import Mesh, expert_group
 from m6.training.reduction.collectives import CountedCollectives
@@ -24,18 +26,15 @@ from m6.training.reduction.residuals import load_residuals, residual_fragments
 _FACTORS = "powersgd_q"
 
 
-class CompressedGradients:
-    """Sums the gradients of a step over the ranks that hold the same parameters, and keeps what they did not send.
+class CompressedGradients(GradientReducer):
+    """Sums parts of gradients, and keeps what a rank did not send.
 
     Residuals are in the units of the batch's gradient, without loss scale or number of ranks.
-
-    Args:
-        mesh: of this rank.
-        module: the part of the model on this rank.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, module: nn.Module) -> None:
-        self._mesh = mesh
+        super().__init__(mesh, module)
+        self._whole = AllReducedGradients(mesh, module, torch.float32)
         self._names = {each: name for name, each in module.named_parameters() if each.requires_grad}
         dense = {name: gradient_tensor(name, each) for each, name in self._names.items() if not is_expert(each)}
         self._collectives = CountedCollectives(mesh.replicas)
@@ -46,38 +45,47 @@ class CompressedGradients:
         split = sum(each.numel() for each in self._names if is_expert(each))
         self._expert_bytes = ring_bytes(split * FP32, self._same_experts.ranks)
         self._step = self._reported_step = 0
+        self._has_sent = False  # in this step
 
     @property
-    def leaves_nothing_out(self) -> bool:
-        """Whether the sums of the current step are those of all gradients and of nothing else."""
-        return self._reducer.leaves_nothing_out(self._step)
+    def sums_here(self) -> bool:
+        """Whether this step sends parts of gradients or residuals.
 
-    def are_finite(self, gradients: dict[nn.Parameter, Tensor]) -> bool:
-        """Whether the gradients of all ranks of the run are finite; all of them call it."""
-        norms = norms_of(list(gradients.values())) if gradients else torch.zeros(1, device=self._mesh.device)
-        return not _on_any_rank(~torch.isfinite(norms))
-
-    def sums(self, gradients: dict[nn.Parameter, Tensor], are_finite: bool) -> dict[nn.Parameter, Tensor]:
-        """The sums over ranks; infinite everywhere, with residuals as they were, if a gradient of any rank is.
-
-        Args:
-            gradients: of this rank in fp32; they belong to this object afterwards.
-            are_finite: those of all ranks.
+        A step that leaves nothing out and has no residual to send is that of a run without compression to the bit. An
+        all-reduce adds up in an order that depends on where an element lies in a message, and DeepSpeed's messages are
+        its own. They are in fp32, as those of this class.
         """
-        if not are_finite:
+        return not self._reducer.leaves_nothing_out(self._step)
+
+    def sums(self, loss_scale: float, averaged_over: int) -> dict[nn.Parameter, Tensor]:
+        """See ``GradientReducer.sums``; residuals stay as they were if a gradient of any rank is not finite."""
+        if not self.sums_here:
+            # All stages of a pipeline ask each other: one that has nothing to compress must not go on alone.
+            self._are_finite([each.grad for each in self.trained if each.grad is not None])
+            return self._whole.sums(loss_scale, averaged_over)
+        self._has_sent = True
+        scale = averaged_over * loss_scale
+        gradients = {parameter: take_gradient(parameter).div_(scale) for parameter in self.trained}
+        if not self._are_finite(list(gradients.values())):
             return {parameter: gradient.fill_(torch.inf) for parameter, gradient in gradients.items()}
         experts = [parameter for parameter in gradients if is_expert(parameter)]
         dense = {self._names[each]: gradient for each, gradient in gradients.items() if not is_expert(each)}
         sums = self._reducer(dense, self._step)
         found = {parameter: sums[self._names[parameter]] for parameter in gradients if not is_expert(parameter)}
         of_experts = self._same_experts.sums([gradients[parameter] for parameter in experts])
-        return found | dict(zip(experts, of_experts, strict=True))
+        found |= dict(zip(experts, of_experts, strict=True))
+        return {parameter: total.mul_(loss_scale) for parameter, total in found.items()}
 
-    def end_step(self, reduced_elsewhere: bool) -> None:
-        """Ends a step, whose gradients may have been all-reduced elsewhere."""
-        if reduced_elsewhere:
+    def _are_finite(self, gradients: list[Tensor]) -> bool:
+        """Whether the gradients of all ranks of the run are finite; all of them call it."""
+        norms = norms_of(gradients) if gradients else torch.zeros(1, device=self._mesh.device)
+        return not _on_any_rank(~torch.isfinite(norms))
+
+    def end_step(self) -> None:
+        """See ``GradientReducer.end_step``."""
+        if not self._has_sent:
             self._collectives.sent_bytes += self._all_reduce_bytes()
-        self._step += 1
+        self._step, self._has_sent = self._step + 1, False
 
     def interval_metrics(self) -> dict[str, Any]:
         """``gradient_bytes``: what a rank sent in a step on average, and what an all-reduce of all gradients sends.

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from m6.architecture.sharing import Sharing
 from m6.checkpoints.format import WeightReader
@@ -23,17 +24,18 @@ from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.outputs import M6Output
 from m6.planning.cost.storages import storage_bytes
 from m6.training.engine import state
-from m6.training.engine.clipping import clip_gradients, count_in_norm
+from m6.training.engine.clipping import clip_gradients, count_in_norm, gradient_norm, shrink
 from m6.training.engine.compressed import CompressedGradients
 from m6.training.engine.fragments import fragments
-from m6.training.engine.handover import give_partition, take_gradient
+from m6.training.engine.handover import give_partition
 from m6.training.engine.late_gradients import LateGradients
 from m6.training.engine.loss_scale import LossScale
-from m6.training.engine.partitions import is_expert, is_partitioned
+from m6.training.engine.partitions import is_divided, is_expert, is_partitioned
+from m6.training.engine.reducer import AllReducedGradients, GradientReducer
+from m6.training.engine.tree_gradients import TreeGradients
 from m6.training.engine.turns import forward_in_turns
 from m6.training.mesh import Mesh, expert_group, named_expert_group
 from m6.training.offloading.experts import OffloadedExperts
-from m6.training.reduction.residuals import load_residuals
 from m6.training.replicas import Replicated
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ LossFunction = Callable[[MicroBatch, M6Output], Tensor]
 
 An engine may have the output in parts: then each has an auxiliary loss and statistics of some layers, zeros for the
 others, and one of them has the losses of the targets."""
+
+_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -104,21 +108,22 @@ class Engine:
         self._max_norm = config.deepspeed.gradient_clipping
         self._expert_group = expert_group("expert_parallel", config.m6.training.ep_size)
         self._learning_rate = 0.0
-        self.averaged_over = mesh.dims.dp
         self.replicas = mesh.replicas
         self.module: M6ForConditionalGeneration = deepspeed.module
         self._at_once = config.m6.training.micro_batches_at_once
         self.offloaded = offloaded
-        # Gradients that are summed here and not by DeepSpeed, but for steps that leave nothing out.
-        self._compressed: CompressedGradients | None = None
-        if config.m6.communication.compresses:
-            self._compressed = CompressedGradients(config, mesh, self.module)
+        self._reducer = _reducer(config, mesh, self.module, offloaded)
         self._reduces_alone = deepspeed.enable_backward_allreduce
+        self.averaged_over = 1 if self._reducer.measures_sums else mesh.dims.dp
         self._loss_scale = LossScale(deepspeed.optimizer) if self._zero_stage > 0 else None
         self._late = None if config.m6.gradient_delay is None else LateGradients(deepspeed)
         # At stage 0 our own clipping adds the experts to the norm, see ``update``.
         if offloaded is not None and self._zero_stage > 0:
             count_in_norm(deepspeed.optimizer, lambda: offloaded.squares)
+        self._norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        if self._reducer.measures_sums and self._zero_stage > 0:
+            deepspeed.optimizer.scaled_global_norm = lambda norm_type=2: self._norm
+            deepspeed.optimizer.clip_grad = 0.0  # stage 0 would round another factor
 
     # A training step
 
@@ -138,13 +143,12 @@ class Engine:
             loss: see ``LossFunction``.
             seeds: one seed per micro-batch, for dropout.
         """
-        if self._compressed is not None:
-            self._deepspeed.enable_backward_allreduce = self._reduces_alone and not self._sums_here
-        if self._sums_here:
+        self._deepspeed.enable_backward_allreduce = self._reduces_alone and not self._reducer.sums_here
+        if self._reducer.sums_here:
             # DeepSpeed takes every micro-batch for one in the middle of a step: it adds up and reduces nothing.
             self._deepspeed.set_gradient_accumulation_boundary(False)
             for _ in self._each(micro_batches, loss, seeds):
-                pass
+                self._reducer.end_pass(len(micro_batches) // self._at_once)
             return
         last = len(micro_batches) // self._at_once - 1
         # DeepSpeed's own count of micro-batches knows no batch that grows.
@@ -188,44 +192,36 @@ class Engine:
 
     def update(self) -> Update:
         """Clips the gradients by their norm and updates the weights, or skips the step if a gradient is not finite."""
-        if self._compressed is not None:
-            here = self._sums_here
-            if here:
-                self._sum_here(self._compressed)
-            self._compressed.end_step(reduced_elsewhere=not here)
-        return self._update(0.0 if self.offloaded is None else self.offloaded.measure())
+        sums = None
+        if self._reducer.sums_here:
+            sums = self._reducer.sums(self._scale, self.averaged_over)
+        squares = 0.0 if self.offloaded is None else self.offloaded.measure()
+        if sums is not None:
+            self._give(sums, squares)
+        self._reducer.end_step()
+        return self._update(squares)
 
     @property
-    def _sums_here(self) -> bool:
-        """Whether this class sums the gradients of the current step over ranks, and DeepSpeed does not.
+    def _scale(self) -> float:
+        return 1.0 if self._loss_scale is None else self._loss_scale.value
 
-        It does not in a step that leaves nothing out and has no residual to send. Such a step is that of a run without
-        compression to the bit, because an all-reduce adds up in an order that depends on where an element lies in a
-        message, and DeepSpeed's messages are its own. They are in fp32, as ours.
-        """
-        return self._compressed is not None and not self._compressed.leaves_nothing_out
-
-    def _sum_here(self, compressed: CompressedGradients) -> None:
-        """Takes this rank's gradients of a step, and gives DeepSpeed their sums; at stage 1 it takes its partition.
-
-        DeepSpeed clips what was sent, as it clips sums of whole gradients.
-        """
-        loss_scale = 1.0 if self._loss_scale is None else self._loss_scale.value
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        scale = self.averaged_over * loss_scale
-        gradients = {parameter: take_gradient(parameter).div_(scale) for parameter in trained}
-        sums = compressed.sums(gradients, compressed.are_finite(gradients))
+    def _give(self, sums: dict[nn.Parameter, Tensor], offloaded_squares: float) -> None:
+        """Puts summed gradients where DeepSpeed's update reads them; at stage 1 it takes its partition."""
         if self._zero_stage == 0:
             for parameter, gradient in sums.items():
                 parameter.grad = gradient.to(parameter.dtype)
         else:
-            scaled = {parameter: gradient.mul_(loss_scale) for parameter, gradient in sums.items()}
-            give_partition(self._deepspeed.optimizer, scaled)
+            if self._reducer.measures_sums:
+                parts = [gradient for parameter, gradient in sums.items() if is_divided(parameter)]
+                whole = [gradient for parameter, gradient in sums.items() if not is_divided(parameter)]
+                self._norm = gradient_norm(whole, parts, self._expert_group, self._device, offloaded_squares)
+                shrink(list(sums.values()), float(self._norm) / self._scale, self._max_norm)
+            give_partition(self._deepspeed.optimizer, sums)
         self._deepspeed.set_gradient_accumulation_boundary(True)
 
     def _update(self, squares: float) -> Update:
         """Updates; the gradients of offloaded experts have this sum of squares."""
-        loss_scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        loss_scale = self._scale
         if self._loss_scale is None:
             norm = clip_gradients(self.module, self._max_norm, self._expert_group, squares)
             skipped = not math.isfinite(norm)
@@ -258,7 +254,7 @@ class Engine:
 
     def interval_metrics(self) -> dict[str, Any]:
         """Entries of metrics.jsonl since the last call. Every rank calls it once in a log interval."""
-        return {} if self._compressed is None else self._compressed.interval_metrics()
+        return self._reducer.interval_metrics()
 
     def measuring(self) -> AbstractContextManager[Any]:
         """A context around a step, to measure the memory for the plan of offloaded experts."""
@@ -350,8 +346,7 @@ class Engine:
 
     def residual_fragments(self) -> Iterator[Fragment]:
         """Yields state of this number of ranks: gradients that this rank has not sent yet."""
-        if self._compressed is not None:
-            yield from self._compressed.fragments()
+        yield from self._reducer.fragments()
 
     def load_residuals(self, reader: WeightReader) -> None:
         """Restores ``residual_fragments`` of a checkpoint of any number of ranks.
@@ -359,10 +354,7 @@ class Engine:
         Raises:
             UserError: the checkpoint has unsent gradients, and this engine would lose them.
         """
-        if self._compressed is not None:
-            self._compressed.load(reader)
-        else:
-            load_residuals(reader, {}, self._mesh.dims.dp_rank, self._mesh.dims.dp)
+        self._reducer.load(reader)
 
     def publish_weights(self) -> None:
         """Copies weights from the fragments to the tensors of the forward pass."""
@@ -415,8 +407,7 @@ class Engine:
         if self._loss_scale is not None:
             self._loss_scale.load_state(counters.get("loss_scaler", {}))
         self._deepspeed.global_steps = step  # DeepSpeed's own counter, which follows ours
-        if self._compressed is not None:
-            self._compressed.begin_at(step)
+        self._reducer.begin_at(step)
 
     def release(self) -> None:
         """Frees all memory of the engine; it cannot be used afterwards."""
@@ -429,3 +420,14 @@ class Engine:
         state.create_moments(self._deepspeed)
         resident = [tensor for tensors in self.state_tensors().values() for tensor in tensors]
         return [*resident, *(p.grad for p in self.module.parameters() if p.grad is not None)]
+
+
+def _reducer(config: RunConfig, mesh: Mesh, module: nn.Module, offloaded: OffloadedExperts | None) -> GradientReducer:
+    """What sums the gradients of a run."""
+    if config.m6.training.deterministic is not None:
+        return TreeGradients(config, mesh, module, offloaded)
+    if config.m6.communication.compresses:
+        return CompressedGradients(config, mesh, module)
+    if config.pipeline is not None:
+        return AllReducedGradients(mesh, module, _TYPES.get(config.deepspeed.keys.get("communication_data_type", "")))
+    return GradientReducer(mesh, module)

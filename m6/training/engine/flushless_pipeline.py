@@ -27,6 +27,7 @@ class UnderWay:
     Attributes:
         step: the number of its step, counted from the first one of this engine.
         is_last: whether it is the last micro-batch of its step.
+        passes: micro-batches of its step.
         hidden_states: what the stage received, [B, S, D]; None in the first stage.
         output: of the stage: hidden states, or the loss [1] of the last one.
         learning_rate: of its step.
@@ -35,6 +36,7 @@ class UnderWay:
 
     step: int
     is_last: bool
+    passes: int
     hidden_states: Tensor | None
     output: Tensor
     learning_rate: float
@@ -119,8 +121,9 @@ class FlushlessPipelineEngine(PipelineEngine):
             output = self._pass(self._stage, hidden_states, number)
         if not self._stage.is_last:
             self._send(output.detach(), self._number + 1, self._links.forward)
-        is_last = number + 1 == len(self._step.batches)
-        self._under_way.append(UnderWay(self._begun, is_last, hidden_states, output, self._learning_rate, weights))
+        passes = len(self._step.batches)
+        step = (self._begun, number + 1 == passes, passes)
+        self._under_way.append(UnderWay(*step, hidden_states, output, self._learning_rate, weights))
 
     def _pass_backward(self) -> None:
         """The backward pass of the oldest micro-batch under way."""
@@ -132,15 +135,16 @@ class FlushlessPipelineEngine(PipelineEngine):
         if oldest.hidden_states is not None:
             assert oldest.hidden_states.grad is not None
             self._send(oldest.hidden_states.grad, self._number - 1, self._links.backward)
+        self._reducer.end_pass(oldest.passes)
         if oldest.is_last:
             self._end_step(oldest)
 
     def _end_step(self, last: UnderWay) -> None:
         """Takes the gradients of a step after its last backward pass."""
-        self._add_gradient_of_table()
+        self._end_passes()
         if self._ended is not None:
             self._apply_ended()
-        self._ended = last.step, self._gradients.collect(last.learning_rate, 0.0, self._links.sums, self._scale)
+        self._ended = last.step, self._collect(last.learning_rate, self._links.sums)
 
     def _apply_ended(self) -> None:
         """Updates with the gradients of the ended step."""
@@ -176,20 +180,15 @@ class FlushlessPipelineEngine(PipelineEngine):
         else:
             dist.recv(self._table.data, self._mesh.stage_ends[0], group=self._links.table)
 
-    def _add_gradient_of_table(self) -> None:
-        if self._links.gradient_of_table is None:
-            return
+    def _joined(self, gradient: Tensor | None) -> Tensor | None:
         assert self._table is not None
-        if not self._table.requires_grad:
-            return
-        gradient = torch.zeros_like(self._table) if self._table.grad is None else self._table.grad
+        if gradient is None:
+            gradient = torch.zeros_like(self._table)
+        group = self._links.gradient_of_table
         if self._copy is not None:
-            self._links.send(gradient, self._mesh.stage_ends[0], self._links.gradient_of_table)
-            self._copy.grad = None
-        else:
-            group = self._links.gradient_of_table
-            gradient += self._links.receive(gradient.shape, gradient.dtype, self._mesh.stage_ends[1], group)
-            self._table.grad = gradient
+            self._links.send(gradient, self._mesh.stage_ends[0], group)
+            return None
+        return gradient + self._links.receive(gradient.shape, gradient.dtype, self._mesh.stage_ends[1], group)
 
     def _send(self, tensor: Tensor, stage: int, group: dist.ProcessGroup | None) -> None:
         self._links.send(tensor, self._rank_of(stage), group)

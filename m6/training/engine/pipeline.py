@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,10 +64,13 @@ class PipelineEngine(Engine):
         self.averaged_over = 1
         self._ends = mesh.of_ends("ends")
         self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self._gradients = StageGradients(deepspeed, config, mesh, self._trained, self._compressed)
+        self._gradients = StageGradients(deepspeed, config, mesh)
         self._autocast = config.deepspeed.precision == "fp32" and config.deepspeed.product_dtype == "bf16"
         self._step = Step()
         self._stages = self._build_stages(config)
+        self._reducer.divide(
+            [[each for each in stage.parameters() if each.requires_grad] for stage in self._stages.values()]
+        )
         self._scheduled = self._config.accumulation_steps(mesh.dims.world_size)  # micro-batches of this rank in a step
         self._schedule = self._build_schedule()
 
@@ -83,7 +87,7 @@ class PipelineEngine(Engine):
         numbers = torch.arange(len(self._step.batches))
         self._schedule.step(number=numbers, target=numbers, return_outputs=False)
         self._step = Step()
-        self._add_gradient_of_table()
+        self._end_passes()
 
     def _begin(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> Step:
         return Step([batch.to(self._device) for batch in micro_batches], seeds, loss)
@@ -106,8 +110,7 @@ class PipelineEngine(Engine):
 
     def update(self) -> Update:
         """See ``Engine.update``."""
-        other_squares = 0.0 if self.offloaded is None else self.offloaded.measure()
-        return self._apply(self._gradients.collect(self._learning_rate, other_squares, self._mesh.model, self._scale))
+        return self._apply(self._collect(self._learning_rate, self._mesh.model))
 
     def _apply(self, ended: StepGradients) -> Update:
         """Clips the gradients of a step and updates the weights, or skips the step."""
@@ -134,10 +137,6 @@ class PipelineEngine(Engine):
     def _words(self, pp_rank: int) -> str:
         assert self._config.pipeline is not None
         return self._config.pipeline.describe_rank(pp_rank, self._config.model.num_layers)
-
-    @property
-    def _scale(self) -> float:
-        return 1.0 if self._loss_scale is None else self._loss_scale.value
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -198,8 +197,9 @@ class PipelineEngine(Engine):
                 self._device,
                 self._mesh.model,
                 splits,
+                functools.partial(self._end_pass, part),
             )
-            for index, stage in self._stages.items()
+            for part, (index, stage) in enumerate(self._stages.items())
         ]
 
     def _build_schedule(self) -> Any:
@@ -252,18 +252,46 @@ class PipelineEngine(Engine):
             assert self._table is not None
             dist.broadcast(self._table.data, self._mesh.stage_ends[0], group=self._ends)
 
-    def _add_gradient_of_table(self) -> None:
-        """Adds the gradient of the copy to that of the token embedding, unless it is frozen beside adapters."""
-        if self._ends is None or not self._has_copy:
-            return
+    def _end_pass(self, part: int, number: int) -> None:
+        """Ends the backward pass of a micro-batch in a stage; in each stage their numbers grow.
+
+        Args:
+            part: the place of the stage among those of this rank.
+            number: of the micro-batch in the step.
+        """
+        self._reducer.end_pass(self._scheduled, part)
+
+    def _end_passes(self) -> None:
+        """Ends all passes of a step. The gradient of the copy comes to the token embedding."""
+        if not self._reducer.measures_sums and self._has_trained_copy:
+            assert self._table is not None
+            self._table.grad = self._joined(self._table.grad)
+
+    def _collect(self, learning_rate: float, group: dist.ProcessGroup | None) -> StepGradients:
+        """Sums the gradients of a step over ranks, see ``StageGradients.collect``."""
+        sums = self._reducer.sums(self._scale, self.averaged_over)
+        if self._reducer.measures_sums and self._has_trained_copy:
+            # Of two sums over all pipelines: one of both gradients in each pipeline would depend on their number.
+            assert self._table is not None
+            joined = self._joined(sums.pop(self._table))
+            if joined is not None:
+                sums[self._table] = joined
+        self._reducer.end_step()
+        squares = 0.0 if self.offloaded is None else self.offloaded.measure()
+        return self._gradients.collect(sums, learning_rate, squares, group)
+
+    @property
+    def _has_trained_copy(self) -> bool:
+        """Whether this rank has the token embedding or its copy on another rank, and it is not frozen."""
+        return self._ends is not None and self._has_copy and self._table is not None and self._table.requires_grad
+
+    def _joined(self, gradient: Tensor | None) -> Tensor | None:
+        """Adds the gradient of the copy to that of the token embedding; None on the rank of the copy."""
         assert self._table is not None
-        if not self._table.requires_grad:
-            return
-        gradient = self._table.grad
         if gradient is None:
             gradient = torch.zeros_like(self._table)
         dist.reduce(gradient, self._mesh.stage_ends[0], group=self._ends)
-        self._table.grad = None if self._copy is not None else gradient
+        return None if self._copy is not None else gradient
 
     @property
     def _has_copy(self) -> bool:

@@ -42,6 +42,7 @@ class NumberedStage(PipelineStage):
         group: the ranks of the pipeline.
         splits: whether a schedule may compute the gradients of inputs first and those of weights later; otherwise it
             computes both at the place of the first.
+        end_pass: called with the number of a micro-batch after its gradients are complete.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class NumberedStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup | None,
         splits: bool,
+        end_pass: Callable[[int], None],
     ) -> None:
         # With the shapes given, PyTorch does not run the module once to learn them.
         row = row.requires_grad_()
@@ -68,7 +70,7 @@ class NumberedStage(PipelineStage):
             group=group,
             dw_builder=None if splits else _nothing_later,
         )
-        self._shape, self._row = shape, row
+        self._shape, self._row, self._end_pass = shape, row, end_pass
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """See PyTorch."""
@@ -87,10 +89,20 @@ class NumberedStage(PipelineStage):
             self._make_buffers(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
         """See PyTorch."""
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         _drop_buffers(self.grad_recv_info[bwd_chunk_id])
+        if full_backward or self.dw_builder is not None:
+            self._end_pass(bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """See PyTorch."""
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if self.dw_builder is None:
+            self._end_pass(bwd_chunk_id)
 
     def _make_buffers(self, infos: Any, number: int) -> None:
         for info in infos:

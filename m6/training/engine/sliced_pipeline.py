@@ -37,7 +37,9 @@ class SlicedPipelineEngine(PipelineEngine):
             block._can_checkpoint_with_cache = True
 
     def _build_schedule(self) -> Any:
-        self._choice = SliceChoice(self._config, self._scheduled)
+        # The slices of a row may not depend on the number of pipelines if its sums do not.
+        of_slices = self._scheduled * (self._mesh.dims.dp if self._reducer.measures_sums else 1)
+        self._choice = SliceChoice(self._config, of_slices)
         [stage] = self._numbered_stages(self._config)
         return SlicedSchedule(stage, self._scheduled * self._choice.most)
 
@@ -70,8 +72,13 @@ class SlicedPipelineEngine(PipelineEngine):
         if self._config.m6.training.ep_size == 1:
             return cuts
         numbers = torch.tensor([len(each) for each in cuts], device=self._device)
-        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self.replicas)
+        group = self._expert_group if self._reducer.measures_sums else self.replicas
+        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=group)
         return [thinned(each, number) for each, number in zip(cuts, numbers.tolist(), strict=True)]
+
+    def _end_pass(self, part: int, number: int) -> None:
+        if self._slices[number].begin == 0:  # the last one to go backward
+            super()._end_pass(part, number)
 
     def _run_number(self, stage: ModelStage, hidden_states: Tensor | None, number: int) -> tuple[Tensor, M6Output]:
         own, batch = self._slices[number], self._step.batches[number]

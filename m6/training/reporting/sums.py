@@ -43,15 +43,35 @@ def sum_of_all(values: Tensor, exact: bool, group: dist.ProcessGroup | None = No
         exact: round only the sum, so that it does not depend on the number of ranks; every rank gets all rows.
         group: the ranks; None: all of the run.
     """
-    if not exact:
-        total = values.sum(0)
-        dist.all_reduce(total, group=group)
-        return total.tolist()
+    return sum_of_all_later(values, exact, group)()
+
+
+def sum_of_all_later(values: Tensor, exact: bool, group: dist.ProcessGroup | None = None) -> Callable[[], list[float]]:
+    """Begins ``sum_of_all``, and returns a function that waits for its result."""
     ranks = dist.get_world_size(group)
-    rows = values.new_empty(ranks * len(values), values.shape[1])
-    dist.all_gather(list(rows.chunk(ranks)), values, group=group)
-    # fsum raises an error if infinities of both signs meet; the plain sum is then NaN, as it should be.
-    return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in rows.T.tolist()]
+    rows = values.new_empty(ranks * len(values), values.shape[1]) if exact else values.sum(0)
+    if exact:
+        work = dist.all_gather(list(rows.chunk(ranks)), values, group=group, async_op=True)
+    else:
+        work = dist.all_reduce(rows, group=group, async_op=True)
+
+    def wait() -> list[float]:
+        assert work is not None
+        work.wait()
+        if not exact:
+            total: list[float] = rows.tolist()
+            return total
+        # fsum raises an error if infinities of both signs meet; the plain sum is then NaN, as it should be.
+        return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in rows.T.tolist()]
+
+    return wait
+
+
+def padded(values: Tensor) -> Tensor:
+    """The rows of this rank, and zeros below them: as many rows as the rank of the run with most of them has."""
+    most = torch.tensor(len(values), device=values.device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return torch.nn.functional.pad(values, (0, 0, 0, int(most) - len(values)))
 
 
 class StepSums:
@@ -59,13 +79,14 @@ class StepSums:
 
     Args:
         exact: see ``sum_of_all``.
+        is_uneven: whether ranks have unequal numbers of parts of micro-batches.
         counts: whether this rank's losses count; False where another rank computes the same ones.
     """
 
-    def __init__(self, device: torch.device, exact: bool = False, counts: bool = True) -> None:
+    def __init__(self, device: torch.device, exact: bool = False, counts: bool = True, is_uneven: bool = False) -> None:
         # For each micro-batch:
         # [sum of losses per objective | targets per objective | aux loss | loss | stop | save]
-        self._device, self._exact, self._counts = device, exact, counts
+        self._device, self._exact, self._counts, self._is_uneven = device, exact, counts, is_uneven
         self._rows: list[Tensor] = []
 
     def add(self, losses: Tensor, loss: Tensor, objective_ids: Tensor, aux_loss: Tensor) -> None:
@@ -95,18 +116,13 @@ class StepSums:
 
     def reduce(self, requests: Requests) -> StepResult:
         """Sums over all ranks in one collective; this call synchronises the device."""
-        return _result(sum_of_all(self._with(requests), self._exact))
+        return self.reduce_later(requests)()
 
     def reduce_later(self, requests: Requests) -> Callable[[], StepResult]:
-        """Begins the collective, and returns a function that waits for its result; not for exact sums."""
-        total = self._with(requests).sum(0)
-        work = dist.all_reduce(total, async_op=True)
-
-        def wait() -> StepResult:
-            work.wait()
-            return _result(total.tolist())
-
-        return wait
+        """Begins the collective, and returns a function that waits for its result."""
+        rows = self._with(requests)
+        wait = sum_of_all_later(padded(rows) if self._exact and self._is_uneven else rows, self._exact)
+        return lambda: _result(wait())
 
     def _with(self, requests: Requests) -> Tensor:
         """All rows, with the requests of this rank in the last one."""

@@ -1,5 +1,6 @@
 """What ``"deterministic": "any_world"`` cannot do is refused before the run starts."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.search.feasibility import Feasibility
 from m6.training.checkpointing import check_same_sums
-from m6.training.engine.any_world import check_device
+from m6.training.engine.tree_gradients import check_device
 from tests.fixtures.tiny_run import tiny_document
 
 
@@ -44,6 +45,20 @@ def test_a_number_of_ranks_without_whole_branches(folder: Path):
     check_world_size(shared, 4)
     with pytest.raises(UserError, match="6 micro-steps of 2 micro-batches have the same sums on 2, 4 ranks"):
         check_world_size(shared, 6)
+    stages = config(folder, train_batch_size=24, m6__parallel__pipeline={"num_ranks": 2})
+    check_world_size(stages, 8)
+    with pytest.raises(UserError, match=r"on 6 ranks: 12 micro-steps of 1 micro-batch .* sums on 2, 4, 8 ranks"):
+        check_world_size(stages, 6)
+    turns = config(
+        folder,
+        train_batch_size=8,
+        m6__training__ep_size=2,
+        m6__training__micro_batches_at_once=2,
+        m6__moe={"num_experts": 4},
+    )
+    check_world_size(turns, 2)
+    with pytest.raises(UserError, match="micro_batches_at_once"):  # two ranks have one pass, four would have half a one
+        check_world_size(turns, 4)
 
 
 def test_a_checkpoint_of_other_sums(folder: Path):
@@ -56,6 +71,30 @@ def test_a_checkpoint_of_other_sums(folder: Path):
     with pytest.raises(UserError, match=r"train_micro_batch_size_per_gpu 2: the steps so far had 8"):
         check_same_sums(run, {"any_world": other})
     check_same_sums(parse_config(tiny_document(folder)), {"any_world": other})
+
+
+def test_a_checkpoint_of_other_stages_or_turns(folder: Path):
+    """An old checkpoint names neither, as it had none."""
+    alone, stages = config(folder), config(folder, m6__parallel__pipeline={"num_ranks": 2})
+    turns = config(folder, m6__training__ep_size=2, m6__training__micro_batches_at_once=2)
+    names = ("m6.training.ep_size", "train_micro_batch_size_per_gpu")
+    old = {"any_world": {name: alone.sums_depend_on[name] for name in names}}
+    for run in (alone, stages, turns):
+        check_same_sums(run, {"any_world": json.loads(json.dumps(run.sums_depend_on))})
+    check_same_sums(alone, old)
+    with pytest.raises(UserError, match=r'm6\.parallel\.pipeline \{.*"num_ranks": 2.*\}: the steps so far had null'):
+        check_same_sums(stages, old)
+    with pytest.raises(UserError, match=r"m6\.parallel\.pipeline null: the steps so far had \{"):
+        check_same_sums(alone, {"any_world": stages.sums_depend_on})
+    old["any_world"]["m6.training.ep_size"] = 2
+    with pytest.raises(UserError, match=r"m6\.training\.micro_batches_at_once 2: the steps so far had 1"):
+        check_same_sums(turns, old)
+
+
+@pytest.mark.parametrize("name", ["ep_size", "micro_batches_at_once", "pipeline"])
+def test_an_elastic_run_keeps_what_its_sums_depend_on(folder: Path, name: str):
+    with pytest.raises(UserError, match=f'm6.elastic.may_change: "{name}" changes the sums'):
+        config(folder, m6__elastic={"max_nodes": 2, "may_change": [name]})
 
 
 def test_the_planner_offers_nothing_else(folder: Path):

@@ -26,8 +26,9 @@ from m6.planning.search.configuration import configured, layout_of
 from m6.planning.search.stages import pseudo_sharing
 from m6.runs.data import open_data
 from m6.runs.processes import start
-from m6.training.engine.any_world import AnyWorldEngine
 from m6.training.engine.build import build_engine
+from m6.training.engine.compressed import CompressedGradients
+from m6.training.engine.tree_gradients import TreeGradients
 from tests.distributed.spawn import run_distributed
 from tests.fixtures.model_states import model_states
 from tests.fixtures.tiny_run import tiny_document
@@ -141,9 +142,9 @@ def assert_own_sums_are_those_of_an_engine(documents: dict[str, dict[str, Any]])
 
         def loss(_: Any, output: Any, engine: Any = engine) -> torch.Tensor:
             nonlocal most
-            if isinstance(engine, AnyWorldEngine):
-                held = sum(each.nbytes for _, tensors in engine._branch._partial for each in tensors)
-                most = max(most, held)
+            if isinstance(engine._reducer, TreeGradients):
+                partial = (each for branch in engine._reducer._branches.values() for each in branch._partial)
+                most = max(most, sum(each.nbytes for _, tensors in partial for each in tensors))
             return output.target_losses.sum() + output.aux_loss
 
         for _ in range(2):  # the first step makes the optimizer's state
@@ -155,13 +156,13 @@ def assert_own_sums_are_those_of_an_engine(documents: dict[str, dict[str, Any]])
                 engine.update()
         found = predict_memory(config, world_size, ANY_BATCH)
         assert found.partial_sums == most, name
-        assert (found.partial_sums > 0) == (isinstance(engine, AnyWorldEngine) and accumulation > 1), name
-        if engine._compressed is not None:
-            residuals = engine._compressed._reducer.residuals.values()
+        assert (found.partial_sums > 0) == (isinstance(engine._reducer, TreeGradients) and accumulation > 1), name
+        if isinstance(engine._reducer, CompressedGradients):
+            residuals = engine._reducer._reducer.residuals.values()
             assert found.residuals == sum(each.nbytes for each in residuals) > 0, name
         # Of any_world one sum is left before the exchange, otherwise the gradients are.
         whole = memory_of_gradients(config)
-        left = whole if isinstance(engine, AnyWorldEngine) else found.gradients
+        left = whole if isinstance(engine._reducer, TreeGradients) else found.gradients
         assert left + made.take_peak() - before <= 1.05 * (found.gradients + found.partial_sums + found.update), name
 
 
@@ -187,6 +188,9 @@ def test_partial_sums_of_any_world_are_those_of_an_engine(folder):
 @pytest.mark.slow
 def test_own_sums_of_several_ranks_are_those_of_an_engine(folder):
     documents = {f"any_world {n}": tiny_document(folder, train_batch_size=4 * n, **ANY_WORLD) for n in (1, 4, 6)}
+    documents["any_world, turns"] = tiny_document(
+        folder, train_batch_size=16, m6__training__ep_size=2, m6__training__micro_batches_at_once=2, **ANY_WORLD
+    )
     for name, settings in {
         "top_k": {"density": 0.01},
         "chunks": {"density": 0.5, "chunk_elements": 64},

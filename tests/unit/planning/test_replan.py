@@ -89,6 +89,18 @@ def test_any_world_keeps_the_experts_of_a_rank():
         parse_config(document)
 
 
+def test_tensor_groups_stay():
+    """``may_change`` has no name for them, so that each layout divides the matrices as the run's JSON does."""
+    document = run(may_change=None).document
+    document["m6"]["moe"], document["zero_optimization"] = None, {"stage": 1}
+    document["m6"]["training"]["ep_size"] = 1
+    document["m6"]["parallel"] = {"tensor": {"num_ranks": 2}}
+    for nodes in (1, 2, 4):
+        layout = replan(parse_config(document), NODE, nodes).layout
+        assert (layout.tp_size, layout.pp_size, layout.placement) == (2, 1, "1d")
+        assert layout.zero_stage < 3
+
+
 def test_fixed_budgets_of_offloaded_experts_bound_the_layouts():
     """With half of the nodes a rank has twice the experts: a budget between both needs leaves only the larger job."""
     document = run(may_change=["ep_size"]).document
