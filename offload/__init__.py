@@ -4,9 +4,8 @@ from offload.devices.cuda import CudaDevice
 from offload.devices.device import Device, DeviceOutOfMemory, Rates
 from offload.devices.meter import StorageMeter
 from offload.devices.simulated import SimulatedDevice
-from offload.memory.chunks import Stack
 from offload.memory.host_memory import available_bytes
-from offload.memory.layout import NextWeights, lay_out
+from offload.memory.layout import NextWeights, Stack, lay_out
 from offload.optimizer.master_weights import remainder_dtype
 from offload.optimizer.settings import OptimizerSettings
 from offload.plan.chunk_size import search_chunk_bytes

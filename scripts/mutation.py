@@ -48,10 +48,10 @@ OTHER_TESTS = {
     "moe/losses.py": ("tests/unit/moe/test_layer.py",),
     "moe/routing.py": ("tests/unit/moe/test_layer.py",),
     "offload/devices/device.py": ("tests/unit/offload/devices/test_simulated.py",),
-    "offload/devices/vector_clocks.py": ("tests/unit/offload/devices/test_simulated.py",),
-    "offload/optimizer/kernel.py": ("tests/unit/offload/optimizer/test_update.py",),
+    "offload/devices/simulated.py": ("tests/unit/offload/devices/test_simulated.py",),
+    "offload/optimizer/master_weights.py": ("tests/unit/offload/optimizer/test_update.py",),
     "offload/plan/placement.py": ("tests/unit/offload/plan/test_solver.py",),
-    "offload/plan/retention.py": ("tests/unit/offload/plan/test_solver.py",),
+    "offload/plan/solver.py": ("tests/unit/offload/plan/test_solver.py",),
     "offload/runtime/dry_run.py": (
         "tests/unit/offload/runtime/test_activations.py",
         "tests/unit/offload/runtime/test_runtime.py",

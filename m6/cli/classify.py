@@ -46,7 +46,7 @@ def classify(
     from m6.config.run import load_config
     from m6.data.objectives import context_ids, max_text_tokens
     from m6.generation.captioning import warn_unless_learned
-    from m6.generation.labelling import label_log_likelihoods
+    from m6.generation.likelihood import label_log_likelihoods
     from m6.runs.processes import default_device
     from m6.tokenizers.pictures import square_pixels
 

@@ -20,9 +20,9 @@ def corpus(
     overrides: Overrides = None,
 ) -> None:
     """Makes a data folder from large inputs: cleans, filters, removes copies and what is held out."""
-    from m6.data.corpus.launch import make_corpus
-    from m6.data.corpus.output import load_record
-    from m6.data.corpus.recipe import load_recipe
+    from m6.corpus.launch import make_corpus
+    from m6.corpus.output import load_record
+    from m6.corpus.recipe import load_recipe
 
     settings = load_recipe(recipe, tuple(overrides or ()))
     launched = make_corpus(settings, executor, tasks, open_scorer)

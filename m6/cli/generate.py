@@ -14,7 +14,7 @@ from m6.cli.options import DecodingWay, Passes, check_file, check_utf8, open_pic
 from m6.decoding import TEMPERATURE
 from m6.errors import UserError
 from m6.files import atomic_path, read_lines, why_unwritable
-from m6.generation.folder import CAPTIONS_NAME, write_pictures
+from m6.generation.grid import CAPTIONS_NAME, write_pictures
 
 if TYPE_CHECKING:
     from PIL.Image import Image

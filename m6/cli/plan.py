@@ -161,10 +161,10 @@ def frontier(
         _compare_recipes(makes, days, out)
         return
     (make,) = makes.values()
-    from m6.planning.loss.outlook import days_table, learned_by_days, loss_line, predicted_loss
+    from m6.planning.loss import days_table, learned_by_days, loss_line, predicted_loss
     from m6.planning.reports import layout_table
-    from m6.planning.search.frontier import device_counts
-    from m6.planning.search.frontier import frontier as find
+    from m6.planning.search.planner import device_counts
+    from m6.planning.search.planner import frontier as find
     from m6.plots.frontier import draw_frontier, draw_losses
 
     planner = make(None)
@@ -189,8 +189,8 @@ def frontier(
 def _compare_recipes(makes: dict[str, Callable[[int | None], Planner]], days: float | None, out: Path | None) -> None:
     """Prints, and draws, which of several configurations ends lowest for a number of GPU-days."""
     from m6.errors import UserError
-    from m6.planning.loss.recipes import PricedRecipe, budgets, recipes_report
-    from m6.planning.search.frontier import curve, device_counts
+    from m6.planning.recipes import PricedRecipe, budgets, recipes_report
+    from m6.planning.search.planner import curve, device_counts
     from m6.plots.frontier import draw_losses
 
     if days is None:
@@ -230,8 +230,8 @@ def curve(
     """Shows the best layout and its speed on 1, 2, 4, ... devices of the cluster."""
     make = _planner(config, cluster, overrides, force, profile, memory_fraction, stage)
     from m6.planning.reports import curve_table
-    from m6.planning.search.frontier import curve as find
-    from m6.planning.search.frontier import device_counts
+    from m6.planning.search.planner import curve as find
+    from m6.planning.search.planner import device_counts
 
     whole = make(None).cluster
     print(curve_table(find(lambda part: make(part.num_devices), whole, device_counts(whole))))

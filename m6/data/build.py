@@ -28,9 +28,9 @@ from m6.data.manifest import (
     SplitEntry,
 )
 from m6.data.overlap import count_groups
+from m6.data.shards import SplitWriters, describe_source
 from m6.data.sources.base import Row, Source, count_unread
 from m6.data.splitting import Grouping, SplitRules, split_rows
-from m6.data.writing import SplitWriters, describe_source
 from m6.errors import UserError, nearest
 from m6.lock import new_folder
 

@@ -1,4 +1,6 @@
-"""The order in which the rows of a split are read: shuffled, yet neighbouring rows are read together.
+"""The place of each sample in the data, without any state: its objective, its source, and its row in a shuffled order.
+
+Neighbouring rows are read together.
 
 Shards are read in blocks, which are their Parquet row groups of about 1 MiB. A split of up to ``OPEN_BLOCKS`` blocks
 fits into memory, and each epoch is a permutation of all its rows. A larger split is cut into lanes: contiguous ranges
@@ -7,10 +9,21 @@ shuffles the rows of these. So about ``OPEN_BLOCKS`` blocks are open at once ove
 an epoch, and a rank that reads some of the lanes reads only their part of the split.
 
 A row follows from its lane and its position there alone, so any process can start at any position.
+
+Samples are numbered globally from 0. Each block of consecutive numbers holds the same count of each (objective,
+source) pair, in an order that is shuffled per block. Each epoch of a source is a permutation of all its rows. A run can
+therefore resume, or change its number of ranks and workers, with the number of the next sample alone.
+
+Sources that do not fit into memory are read in lanes: each step's samples are cut into equal
+contiguous parts, one for each lane. Ranks read contiguous parts of a step too, so each rank reads few lanes. The lanes
+take the pairs in the same order, each from another place of it: together they still hold the right count of each pair.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,3 +129,144 @@ def mix(value: int) -> int:
 @functools.lru_cache(maxsize=256)
 def _round_keys(key: int) -> tuple[int, ...]:
     return tuple(mix(mix(key) + number) for number in range(_FEISTEL_ROUNDS))
+
+
+BLOCK = 1000
+
+
+"""Samples of a block, if that is at least one of each pair; otherwise there are more."""
+
+
+_LONGEST_BLOCK, _LEAST_SAMPLES = 10**6, 10
+_Block = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]
+
+
+"""For each slot the index of its pair and its rank among the slots of its source; for each lane and source the number
+of the source's slots before the lane's first one."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One sample of the mixture.
+
+    Attributes:
+        objective: name of the objective.
+        source: name of the source.
+        lane: the lane that reads it.
+        position: position of its row in the lane's rows of the source, counted through all epochs.
+        seed: seed of the objective's random choices.
+    """
+
+    objective: str
+    source: str
+    lane: int
+    position: int
+    seed: int
+
+
+class Mixture:
+    """Maps a sample number to a Draw.
+
+    Args:
+        weights: relative weight of each (objective, source) pair, all positive.
+        blocks: rows of each block of each source, see ``RowOrder``.
+        seed: seed of the run.
+        samples_per_step: over all ranks. It matters only to sources that do not fit into memory.
+
+    Attributes:
+        block_size: samples of a block.
+        rows_per_block: of them, those of each source.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[tuple[str, str], float],
+        blocks: Mapping[str, Sequence[int] | NDArray[np.int64]],
+        seed: int,
+        samples_per_step: int = 1,
+    ) -> None:
+        # Sorted, so that the order of the settings in the JSON does not change the data.
+        self._cells = sorted(weights)
+        self._seed = seed
+        self._samples_per_step = samples_per_step
+        is_large = any(len(sizes) > OPEN_BLOCKS for sizes in blocks.values())
+        self._lanes = math.gcd(samples_per_step, OPEN_BLOCKS) if is_large else 1
+        self._orders = {
+            source: RowOrder(sizes, functools.partial(_epoch_key, seed, source), self._lanes)
+            for source, sizes in blocks.items()
+        }
+        counts = _apportion(np.array([weights[cell] for cell in self._cells], np.float64))
+        self.block_size = int(counts.sum())
+        self._slots = np.repeat(np.arange(len(self._cells)), counts)
+        # Every block reads the same number of rows of a source, so a position follows from the block's number.
+        self.rows_per_block = {
+            source: int(sum(count for cell, count in zip(self._cells, counts, strict=True) if cell[1] == source))
+            for _, source in self._cells
+        }
+        sources = {source: index for index, source in enumerate(self.rows_per_block)}
+        self._source_of = np.array([sources[source] for _, source in self._cells])
+        self._cached_block: tuple[int, _Block] | None = None
+
+    def draw(self, number: int) -> Draw:
+        """Returns the sample with a global number, counted from 0."""
+        step, place = divmod(number, self._samples_per_step)
+        samples = self._samples_per_step // self._lanes  # of a lane in a step
+        lane, place = divmod(place, samples)
+        block, offset = divmod(step * samples + place, self.block_size)
+        slot = (self._first_slot(lane) + offset) % self.block_size
+        cells, ranks, before = self._block(block)
+        cell = int(cells[slot])
+        objective, source = self._cells[cell]
+        # Rows of the source between the lane's first slot and this one, around the end of the block.
+        rank = (int(ranks[slot]) - int(before[lane, self._source_of[cell]])) % self.rows_per_block[source]
+        # From the sample's number, not from the row: a row is corrupted differently in each epoch.
+        seed = mix(mix(self._seed) ^ number)
+        return Draw(objective, source, lane, block * self.rows_per_block[source] + rank, seed)
+
+    def row(self, draw: Draw, attempt: int = 0) -> int:
+        """Returns the row of a sample; of a further attempt, the next one in the lane's order."""
+        return self._orders[draw.source].row(draw.position + attempt, draw.lane)
+
+    def _first_slot(self, lane: int) -> int:
+        return lane * self.block_size // self._lanes
+
+    def _block(self, block: int) -> _Block:
+        # Consecutive samples lie in the same block, so caching the last block suffices.
+        if self._cached_block is None or self._cached_block[0] != block:
+            cells = np.random.default_rng([self._seed, block]).permutation(self._slots)
+            sources = self._source_of[cells]
+            rows = np.array(list(self.rows_per_block.values()))
+            ranks = np.empty(len(cells), np.int32)
+            ranks[np.argsort(sources, kind="stable")] = np.concatenate([np.arange(count) for count in rows])
+            bounds = [self._first_slot(lane) for lane in range(self._lanes)]
+            parts = [np.bincount(part, minlength=len(rows)) for part in np.split(sources, bounds[1:])]
+            before = np.cumsum([np.zeros_like(rows), *parts[:-1]], axis=0)
+            self._cached_block = (block, (cells, ranks, before))
+        return self._cached_block[1]
+
+
+def _apportion(weights: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Returns the samples of each pair in a block, in proportion to the weights; each is at least 1.
+
+    Rounding is by the largest remainder. Where BLOCK samples hold less than one of a pair, there are so many that they
+    hold ten: a block of a fixed size would read the rows of a small source hundreds of times.
+    """
+    shares = weights / weights.sum()
+    size = BLOCK
+    if shares.min() * BLOCK < 1 - 1e-9:
+        while shares.min() * size < _LEAST_SAMPLES and size < _LONGEST_BLOCK:
+            size *= 10
+    # One sample per pair is set aside; the others are distributed by weight.
+    spare = size - len(weights)
+    quota = np.maximum(shares * size - 1, 0)
+    quota *= spare / quota.sum() if quota.sum() else 0
+    counts = np.floor(quota).astype(np.int64)
+    order = np.argsort(counts - quota, kind="stable")
+    counts[order[: spare - counts.sum()]] += 1
+    return counts + 1
+
+
+@functools.lru_cache(maxsize=256)
+def _epoch_key(seed: int, source: str, epoch: int) -> int:
+    # Not Python's hash(), which differs between processes.
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{source}/{epoch}".encode(), digest_size=8).digest(), "big")

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from m6.data.duplicates import MAX_COMPARED, connected, join_near_duplicates, signature
 from m6.data.manifest import Split
+from m6.data.overlap import MAX_COMPARED, connected, join_near_duplicates, signature
 from m6.data.shards import ShardWriter
 from m6.data.sources import Row
 from m6.data.sources.text import text_key

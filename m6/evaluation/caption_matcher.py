@@ -16,7 +16,7 @@ from m6.checkpoints.loading import load_run_model, newest_complete_checkpoint
 from m6.config.run import load_config
 from m6.data.objectives import max_text_tokens
 from m6.errors import UserError
-from m6.evaluation.downstream.matching import match_pairs
+from m6.evaluation.downstream.metrics import match_pairs
 from m6.runs.processes import default_device
 from m6.tokenizers.pictures import decode_picture
 
@@ -24,7 +24,7 @@ _OBJECTIVE = "image_text_matching"
 
 
 class CaptionMatcher:
-    """See ``m6.data.corpus.matching.PictureScorer``.
+    """See ``m6.corpus.work.PictureScorer``.
 
     Args:
         run: the folder of a run. Its JSON says how long texts were in training, so an exported model is not enough.

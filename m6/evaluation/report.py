@@ -1,4 +1,7 @@
-"""Report of a run in Markdown: validation loss against n-gram models, speed, size and samples."""
+"""Report of a run in Markdown: validation loss against n-gram models, speed, size and samples.
+
+The mixture is that of the rows that a run has read, not the one that it asked for.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,33 @@ from m6.data.manifest import MANIFEST_NAME
 from m6.data.pretraining import PretrainingData
 from m6.evaluation.baselines import ORDERS, Baselines, compute_baselines, run_baselines
 from m6.evaluation.held_out import describe_left_out, describe_overlap, open_held_out
-from m6.evaluation.mixture import describe_mixture
 from m6.evaluation.samples import write_samples
 from m6.files import write_text
 from m6.formatting import format_bytes, markdown_table, perplexity
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
+from m6.runs.data import open_data
 from m6.runs.directory import RunDirectory
 from m6.runs.hardware import hardware
 from m6.runs.noise_scale import noise_scale
 from m6.runs.processes import default_device
 from m6.runs.provenance import read_attempts
+
+
+def describe_mixture(config: RunConfig, num_samples: int) -> str:
+    """Returns a table of the sources with their shares and how often their rows were read; empty without the data.
+
+    Args:
+        config: configuration of the run.
+        num_samples: samples that the run has read.
+    """
+    if not (config.m6.data.path / MANIFEST_NAME).is_file():
+        return ""
+    data = open_data(config)
+    rows = [
+        [source, f"{data.manifest.split(source, 'train').rows:,}", f"{share:.1%}", f"{times:.3g}"]
+        for source, (share, times) in data.realised_mixture(num_samples).items()
+    ]
+    return "## What it read\n\n" + markdown_table(["source", "training rows", "samples", "times read"], rows)
 
 
 def report_file(run_dir: Path, folder: Path | None, split: str | None) -> Path:

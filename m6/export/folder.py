@@ -1,4 +1,7 @@
-"""A run's newest checkpoint as a folder that ``from_pretrained`` reads, with or without this project."""
+"""A run's newest checkpoint as a folder that ``from_pretrained`` reads, with or without this project.
+
+Its weights are written as safetensors files.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from m6.architecture.configuration import M6Config
 from m6.checkpoints.ancestry import initial_record, write_record
+from m6.checkpoints.format import CheckpointReader
+from m6.checkpoints.fragment import WEIGHT
 from m6.checkpoints.loading import (
+    INDEX,
+    WEIGHTS,
+    check_shape,
     keep_learned,
     load_run_image_tokenizer,
     open_newest_checkpoint,
@@ -23,11 +33,45 @@ from m6.config.run import load_config
 from m6.errors import UserError, nearest
 from m6.export.card import model_card
 from m6.export.code import AUTO_MAP, write_code
-from m6.export.weights import write_weights
 from m6.files import write_json
 from m6.lock import new_folder
 from m6.model import M6ForConditionalGeneration
 from m6.runs.data import kept_captions, write_captions
+
+
+def write_weights(
+    folder: Path, reader: CheckpointReader, model: M6ForConditionalGeneration, max_shard_bytes: int
+) -> None:
+    """Writes ``model.safetensors``, or numbered shards and their index, with one shard in memory at a time.
+
+    Args:
+        folder: where the files are written.
+        reader: of the checkpoint.
+        model: on the meta device: its names, shapes and types are those of the weights to write.
+        max_shard_bytes: limit of a file. A tensor that is larger gets its own file.
+
+    Raises:
+        UserError: a weight is missing in the checkpoint, or has another shape.
+    """
+    tensors = model.state_dict()
+    for name, tensor in tensors.items():  # before the first shard is written
+        check_shape(reader, name, tensor)
+    # huggingface_hub's split_torch_state_dict_into_shards asks for storages, which a tensor on meta does not have.
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern=WEIGHTS.replace(".", "{suffix}."),
+        max_shard_size=max_shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        shard = {}
+        for name in names:
+            shard[name] = torch.empty_like(tensors[name], device="cpu")
+            reader.read_into(name, WEIGHT, 0, shard[name].view(-1))
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CARD = "README.md"

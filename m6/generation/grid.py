@@ -1,15 +1,35 @@
-"""Grids of pictures with captions at the left."""
+"""Generated pictures as a grid with captions at the left, and as a folder of PNG files with ``captions.jsonl``.
+
+Each line of ``captions.jsonl`` is ``{"file": ..., "caption": ...}``.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
 from m6.fonts import chinese_font
+from m6.lock import new_folder
+
+CAPTIONS_NAME = "captions.jsonl"
+
+
+def write_pictures(images: list[Image.Image], captions: list[str], folder: Path) -> None:
+    """Writes the pictures as PNG and ``captions.jsonl`` to a folder that does not exist or is empty: all or nothing."""
+    lines = []
+    with new_folder(folder.absolute()) as partial:
+        for index, (picture, caption) in enumerate(zip(images, captions, strict=True)):
+            name = f"{index:05d}.png"
+            picture.save(partial / name, format="PNG")
+            lines.append(json.dumps({"file": name, "caption": caption}, ensure_ascii=False) + "\n")
+        (partial / CAPTIONS_NAME).write_text("".join(lines), encoding="utf-8")
+
 
 GAP = 2  # pixels between pictures
 _MARGIN = 6  # pixels beside a caption

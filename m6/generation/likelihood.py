@@ -1,4 +1,7 @@
-"""Log-likelihoods of given targets under a model; that of a caption chooses among pictures."""
+"""Log-likelihoods of given targets under a model.
+
+That of a caption chooses among pictures, and those of labels choose a label for a text or a picture.
+"""
 
 from __future__ import annotations
 
@@ -79,3 +82,30 @@ def caption_scores(
     pictures = [square_pixels(image, side) for image in images]
     lengths = torch.tensor([len(example.target_ids) + 1 for example in examples])
     return target_log_likelihoods(model, processor, examples, pictures) / lengths
+
+
+def label_log_likelihoods(
+    model: M6ForConditionalGeneration,
+    processor: M6Processor,
+    sources: Sequence[Sequence[int]],
+    labels: Sequence[str],
+    pictures: Sequence[np.ndarray] | None = None,
+) -> Tensor:
+    """Returns log p(label, <eos> | picture, source) of N sources and L labels.
+
+    Args:
+        model: fine-tuned on text_classification, or with pictures on visual_question_answering or image_text_matching,
+            whose labels are ``MATCH`` and ``NO_MATCH``; in evaluation mode.
+        processor: processor of the model.
+        sources: the token ids of N texts.
+        labels: L candidates.
+        pictures: N pictures, uint8 [image_size, image_size, 3], or None.
+
+    Returns:
+        fp64 [N, L] on the CPU, in nats.
+    """
+    targets = [processor.tokenizer.encode_ids(label) for label in labels]
+    examples = [Example(source_ids=list(source), target_ids=target) for source in sources for target in targets]
+    shown = [None] * len(sources) if pictures is None else pictures
+    repeated = [picture for picture in shown for _ in labels]
+    return target_log_likelihoods(model, processor, examples, repeated).view(len(sources), len(labels))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from m6.data.pictures import to_unit_range
 from m6.errors import UserError
-from m6.generation.masked import HIDDEN
+from m6.generation.drawing import HIDDEN
 from m6.tokenizers.pictures import square_rgb, upright
 from m6.tokenizers.processor import M6ImageProcessor
 

@@ -39,7 +39,7 @@ class Sampling:
         top_p: draw from the fewest codes whose probabilities sum to p; None: from all.
         decoding: "masked": all codes at once, in several passes; "left_to_right": one after the other. None: as the
             model was trained, masked if it was trained for both.
-        passes: passes of the model for a picture with "masked", see ``m6.generation.masked``; None: 12.
+        passes: passes of the model for a picture with "masked", see ``m6.generation.drawing``; None: 12.
 
     Raises:
         UserError: a value is out of range, or passes are given with "left_to_right", also when it is chosen later.

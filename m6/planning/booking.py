@@ -8,10 +8,9 @@ from typing import Any
 
 from m6.formatting import markdown_table
 from m6.model.counting import num_parameters
-from m6.planning.cost.step_parts import StepTime
+from m6.planning.cost.compute_time import StepTime
 from m6.planning.cost.step_time import TimeModel
-from m6.planning.loss.law import LossPrediction
-from m6.planning.loss.outlook import loss_document, loss_line, predicted_loss
+from m6.planning.loss import LossPrediction, loss_document, loss_line, predicted_loss
 from m6.planning.search.job_files import checkpoint_s, signal_lead_s
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout

@@ -18,12 +18,10 @@ from m6.files import write_json
 from m6.formatting import format_bytes, format_mib, markdown_table
 from m6.model.counting import num_parameters
 from m6.planning.cost.batch_shape import BatchShape, full_row
-from m6.planning.cost.footprint import MemoryFootprint
 from m6.planning.cost.layout import ParallelLayout
-from m6.planning.cost.memory import MemoryModel
-from m6.planning.machine.cluster import Cluster
-from m6.planning.machine.detection import detect_cluster
-from m6.planning.machine.fitting import fit_factors, fit_memory, kendall_tau, regret
+from m6.planning.cost.memory import MemoryFootprint, MemoryModel
+from m6.planning.machine.calibration import fit_factors, fit_memory, kendall_tau, regret
+from m6.planning.machine.cluster import Cluster, detect_cluster
 from m6.planning.machine.profile import Profile
 from m6.planning.search.configuration import layout_of
 from m6.planning.search.planner import Planner

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from m6.config.offload import OffloadSettings
 from m6.formatting import markdown_table
-from m6.planning.cost.checkpoint import checkpoint_bytes, copied_bytes
+from m6.planning.cost.compute_time import StepTime
 from m6.planning.cost.layout import ParallelLayout
-from m6.planning.cost.step_parts import StepTime
-from m6.planning.search.alternatives import alternatives
-from m6.planning.search.compression import compression_line
-from m6.planning.search.delay import delay_line
+from m6.planning.cost.memory import checkpoint_bytes, copied_bytes
+from m6.planning.search.alternatives import alternatives, compression_line, delay_line
 from m6.planning.search.job_files import checkpoint_s, signal_lead_s
-from m6.planning.search.neighbours import neighbours
+from m6.planning.search.neighbours import fastest_streamed, neighbours, smallest_cluster
 from m6.planning.search.planner import Planner
-from m6.planning.search.requirements import fastest_streamed, smallest_cluster
 from m6.planning.search.results import PricedLayout, Rejection, SearchResult, format_gb
 from m6.planning.search.stages import RunPlan, pseudo_sharing
 
@@ -188,7 +185,7 @@ def notes(planner: Planner) -> list[str]:
 
 
 def curve_table(rows: list[tuple[int, PricedLayout | None, str]]) -> str:
-    """The rows of :func:`m6.planning.search.frontier.curve`, with the throughput as a share of linear scaling."""
+    """The rows of :func:`m6.planning.search.planner.curve`, with the throughput as a share of linear scaling."""
     table = []
     first: tuple[int, float] | None = None
     for num_devices, plan, reason in rows:

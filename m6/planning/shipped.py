@@ -8,7 +8,7 @@ from m6.config.run import RunConfig, load_config, parse_config
 from m6.files import write_text
 from m6.planning.booking import MANY_WITHOUT_EXPERT, StageBooking, book_stage, booking_table
 from m6.planning.cost.layout import ParallelLayout
-from m6.planning.loss.outlook import shipped_law
+from m6.planning.loss import shipped_law
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.reports import no_plan_report, run_report
 from m6.planning.routed import all_three, routed

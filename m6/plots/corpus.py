@@ -1,19 +1,50 @@
-"""The page about a corpus: what was read, removed and kept, with histograms and examples."""
+"""The page about a corpus: what was read, removed and kept, with histograms, examples and sheets of small pictures."""
 
 from __future__ import annotations
 
+import base64
 import html
+import io
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from m6.data.corpus.output import load_record
-from m6.data.corpus.tally import KEPT, Histogram, Sample, Tally
-from m6.files import write_text
+from PIL import Image
+
+from m6.corpus.output import load_record
+from m6.corpus.tally import KEPT, Histogram, Sample, Tally
+from m6.files import atomic_path, write_text
 from m6.formatting import markdown_table
-from m6.plots.contact_sheets import write_sheet
 from m6.plots.style import plotting, save_figure
+
+_CELL = 96  # pixels; pictures of the record are no larger
+_GAP = 8
+_COLUMNS = 10  # pictures, or half as many pairs
+
+
+def write_sheet(samples: Sequence[Sample], out: Path) -> None:
+    """Writes a PNG of the pictures of samples, in rows; beside each copy is what was kept instead.
+
+    Args:
+        samples: samples with pictures.
+        out: the PNG file.
+    """
+    cells = [[each.picture] if each.kept_picture is None else [each.picture, each.kept_picture] for each in samples]
+    width = max(map(len, cells))
+    columns = min(_COLUMNS // width, len(cells))
+    rows = math.ceil(len(cells) / columns)
+    step = width * _CELL + _GAP
+    sheet = Image.new("RGB", (columns * step - _GAP, rows * (_CELL + _GAP) - _GAP), "white")
+    for number, cell in enumerate(cells):
+        for place, picture in enumerate(cell):
+            if picture is not None:
+                corner = (number % columns * step + place * _CELL, number // columns * (_CELL + _GAP))
+                sheet.paste(Image.open(io.BytesIO(base64.b64decode(picture))), corner)
+    with atomic_path(out) as temporary:
+        sheet.quantize(256).save(temporary, "PNG", optimize=True)
+
 
 _SHOWN = 5  # examples of each reason
 _COPIES = "duplicates: near duplicate"

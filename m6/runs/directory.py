@@ -21,6 +21,9 @@ RUN/last_checkpoint  names the last complete checkpoint, to notice that the chec
 RUN/lock             held by the process that trains the run
 RUN/SAVE             created by a person: save, then continue; removed when the checkpoint is complete
 RUN/slurm/           files of the job scripts, see scripts/slurm/README.md
+
+Some keys of a run's JSON must be equal in all attempts at the run. Lines of RUN/metrics.jsonl are checked where they
+are read: a disk or a person may have changed them.
 """
 
 from __future__ import annotations
@@ -38,27 +41,155 @@ from m6.config.run import RunConfig
 from m6.errors import StorageError, UserError
 from m6.files import atomic_path, cut_lines_after, parse_object, read_note, sync, why_unwritable, write_json, write_text
 from m6.lock import FolderLock
-from m6.runs.entries import check_entry
-from m6.runs.identity import first_difference, identity
 from m6.runs.provenance import record_attempt
+
+# Sections that may change between two attempts at a run: they set neither model, data order nor schedule.
+_MAY_CHANGE = ("parallel", "communication", "elastic", "offload", "checkpoint", "logging", "evaluation", "samples")
+_IDENTIFYING = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "optimizer", "fp16", "bf16",
+    "torch_autocast",
+)  # fmt: skip
+
+
+def identity(document: dict[str, Any]) -> dict[str, Any]:
+    """The part of a run's JSON that must be equal in all attempts at the run."""
+    m6 = {key: value for key, value in document.get("m6", {}).items() if key not in _MAY_CHANGE}
+    # Of these sections, only the keys that change the layout of the run and not its results may change.
+    m6["offload"] = {"optimizer": (document.get("m6", {}).get("offload") or {}).get("optimizer")}
+    training = m6.get("training", {}).items()
+    # A limit that ended a run may be raised to go on with it.
+    layout = [
+        *("ep_size", "total_steps", "activation_checkpointing", "micro_batches_at_once"),
+        *("max_skipped_steps", "check_replicas_interval_steps"),
+    ]
+    m6["training"] = {key: value for key, value in training if key not in layout}
+    data = m6.get("data", {}).items()
+    m6["data"] = {key: value for key, value in data if key not in ("num_workers", "max_bad_row_share")}
+    if m6.get("moe"):
+        exchange = ("exchange", "ranks_per_node", "overlap_parts")
+        m6["moe"] = {key: value for key, value in m6["moe"].items() if key not in exchange}
+    if m6.get("pseudo_to_real"):
+        m6["pseudo_to_real"] = {key: value for key, value in m6["pseudo_to_real"].items() if key != "stop_at_switch"}
+    return {"m6": m6, **{key: document.get(key) for key in _IDENTIFYING}}
+
+
+def first_difference(old: Any, new: Any, path: str = "") -> str:
+    """The first key at which two documents differ, with both values; empty if they are equal."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            difference = first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            if difference:
+                return difference
+        return ""
+    return "" if old == new else f"its {path} is {old!r}, this one's is {new!r}"
+
+
+# Numbers that every line has which the training writes after an interval.
+_OF_INTERVAL = (
+    "time", "samples_seen", "tokens_seen", "skipped_steps", "bad_rows", "step_time_s", "data_wait_s",
+    "checkpoint_stall_s", "tokens_per_second", "samples_per_second", "memory_bytes",
+)  # fmt: skip
+_OR_NULL = ("loss", "aux_loss", "learning_rate", "grad_norm", "model_flops_per_second", "mfu")
+_SECTIONS = ("objectives", "validation", "validation_by_source", "experts", "gradient_noise")
+
+
+class Entry(dict[str, Any]):
+    """A line, or a part of one; a key that is not there is a damage of the file."""
+
+    def __missing__(self, key: str) -> Any:
+        raise UserError(f'metrics.jsonl: corrupt: an entry has no "{key}"')
+
+
+def check_entry(entry: dict[str, Any]) -> Entry:
+    """Checks the types of what is read by its name, and that other values are of a kind that lines have.
+
+    Raises:
+        ValueError: a value is of another type.
+    """
+    if not isinstance(entry.get("step"), int):
+        raise ValueError("not an object with a step")
+    for key, value in entry.items():
+        if key in _OF_INTERVAL and not _is_number(value):
+            raise ValueError(f"{key} is {value!r:.80}, expected a number")
+        if key in _OR_NULL and not (value is None or _is_number(value)):
+            raise ValueError(f"{key} is {value!r:.80}, expected a number or null")
+        if key in _SECTIONS:
+            _check_section(key, value, 1 + (key == "validation_by_source"))
+    return _with_keys(entry)
+
+
+def _check_section(name: str, value: object, depth: int) -> None:
+    """Checks an object whose values are numbers or null, or such objects; those of experts are lists, one a layer."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {value!r:.80}, expected an object")
+    for key, each in value.items():
+        if name == "experts" and key == "sent_bytes":
+            _check_section(f"experts.{key}", each, 1)
+        elif name == "experts" and key != "prototypes":
+            if not isinstance(each, list):
+                raise ValueError(f"experts.{key} is {each!r:.80}, expected a list")
+            of_layers = str if key == "loads" else (int, float, type(None))
+            if not all(isinstance(layer, of_layers) for layer in each):
+                raise ValueError(f"experts.{key} has an entry of another type")
+        elif depth > 1 or name == "experts":
+            _check_section(f"{name}.{key}" if name != "experts" else "prototypes", each, depth - 1)
+        elif name != "prototypes" and not (_is_number(each) or (each is None and name != "gradient_noise")):
+            raise ValueError(f"{name}.{key} is {each!r:.80}, expected a number")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _with_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return Entry((key, _with_keys(each)) for key, each in value.items())
+    return value
+
 
 _LOADING_S = 10.0
 _OPTIONAL = ("offload", "moe", "pseudo_to_real")  # sections of which a part identifies a run
 _BAD_ROWS, _STEP_OF_ROW = "bad_rows_rank_*.txt", re.compile(rb"step (\d{1,18}): ")
 LAST_CHECKPOINT = "last_checkpoint"
+
+
 """The file in a run's folder that names its last complete checkpoint."""
+
+
 PROGRESS = "progress"
+
+
 """The file that shows that a run is alive."""
+
+
 LOADING = "loading"
+
+
 """The file that shows that an attempt reads its checkpoint, which may take longer than any step."""
+
+
 SOURCES, INITIAL, CAPTIONS = "sources.json", "initial.json", "captions.json"
+
+
 """The files in a run's folder that name the sources of its data, the run that its initial weights come from, and what
 its captions are made of."""
+
+
 SAMPLES, OFFLOAD, NONFINITE = "samples", "offload", "nonfinite"
+
+
 """The folders in a run's folder with pictures of steps, the memory of offloaded experts, and batches not finite."""
+
+
 FAULT = "fault.json"
+
+
 """The file in a run's folder that records a fault, to know it when it comes back."""
+
+
 WANDB_ID, TENSORBOARD = "wandb_id", "tensorboard"
+
+
 """The file with the run's id in Weights & Biases, and the folder of TensorBoard's points."""
 
 

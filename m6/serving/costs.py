@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from m6 import files
-from m6.serving.batcher import Batcher, Task
-from m6.serving.batching import CostTable, cost_grid, least_seconds, plan_by_length
+from m6.serving.batcher import Batcher, CostTable, Task, cost_grid, least_seconds, plan_by_length
 
 logger = logging.getLogger(__name__)
 

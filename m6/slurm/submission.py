@@ -18,7 +18,7 @@ from m6.config.run import RunConfig, load_config
 from m6.errors import UserError
 from m6.files import write_text
 from m6.runs.directory import RunDirectory
-from m6.runs.snapshot import checkout, take_snapshot
+from m6.runs.provenance import checkout, take_snapshot
 from m6.slurm.filesystem import check_shared
 from m6.slurm.job import JobDescription, load_job
 

@@ -14,8 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from offload.optimizer.kernel import DTYPE_CODES, load_kernel
-from offload.optimizer.master_weights import read_master, write_master
+from offload.optimizer.master_weights import DTYPE_CODES, load_kernel, read_master, write_master
 from offload.optimizer.settings import OptimizerSettings
 
 _EPSILON_GRADIENT, _EPSILON_SCALE = torch.finfo(torch.float32).eps, 1e-3

@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 
 from offload.devices.device import Rates
-from offload.memory.chunks import Chunk, Stack
-from offload.memory.layout import NextWeights, lay_out
+from offload.memory.layout import Chunk, NextWeights, Stack, lay_out
 from offload.optimizer.settings import OptimizerSettings
 from offload.plan.sizes import sizes_of
 from offload.plan.solver import solve

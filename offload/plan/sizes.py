@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.memory.chunks import Chunk
-from offload.memory.layout import ChunkLayout
+from offload.memory.layout import Chunk, ChunkLayout
 
 
 def in_mib(num_bytes: int) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload.devices.device import Event, Peaks
 from offload.devices.meter import Meter
-from offload.memory.chunks import Chunk, Stack, cut
+from offload.memory.layout import Chunk, Stack, cut
 from offload.plan.trace import Trace
 from offload.runtime.activations import ActivationOffload
 from offload.runtime.gradient_sums import GradientSums

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from offload.memory.chunks import Chunk
+from offload.memory.layout import Chunk
 
 
 class WeightProvider(Protocol):

@@ -1,4 +1,7 @@
-"""The runtime: streams chunks to the device, moves gradients to the host, and updates chunks there."""
+"""The runtime: streams chunks to the device, moves gradients to the host, and updates chunks there.
+
+The values of a stack lie in chunks.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,45 @@ import torch
 from torch import Tensor
 
 from offload.devices.device import Device, Peaks
-from offload.memory.chunks import Chunk, Stack
 from offload.memory.host_memory import HostBlock
-from offload.memory.layout import NextWeights, lay_out
+from offload.memory.layout import Chunk, NextWeights, Stack, lay_out
 from offload.optimizer.settings import OptimizerSettings
 from offload.plan.placement import PlacementPlan
 from offload.plan.sizes import in_mib, sizes_of, staging_bytes, window_bytes
 from offload.plan.trace import Trace
 from offload.runtime.activations import ActivationOffload
-from offload.runtime.cursor import Statistics
 from offload.runtime.gradients import GradientOffload
 from offload.runtime.recorder import StepRecorder
 from offload.runtime.slots import LATE_GRADIENT, WEIGHT, Slot
-from offload.runtime.state import read_values, write_values
 from offload.runtime.updates import LateUpdate, Updates
-from offload.runtime.weight_cache import WeightCache
+from offload.runtime.weight_cache import Statistics, WeightCache
 from offload.runtime.workers import HostWorkers
+
+
+def read_values(slots: Sequence[Slot], kind: str) -> dict[str, Tensor]:
+    """See ``OffloadRuntime.read``.
+
+    Args:
+        slots: of all chunks of the stack, in their order.
+    """
+    pieces = [slot.read(kind) for slot in slots]
+    names = slots[0].chunk.stack.matrices
+    return {name: torch.cat(values) for name, values in zip(names, zip(*pieces, strict=True), strict=True)}
+
+
+def write_values(slots: Sequence[Slot], kind: str, values: dict[str, Tensor], optimizer: OptimizerSettings) -> None:
+    """See ``OffloadRuntime.write``."""
+    stack = slots[0].chunk.stack
+    for name, shape in stack.matrices.items():
+        expected: tuple[int, ...] = (stack.num_experts, *shape)
+        if kind not in (WEIGHT, LATE_GRADIENT):
+            expected = optimizer.states(expected)[kind]
+        found = tuple(values[name].shape) if name in values else None
+        if found != expected:
+            raise ValueError(f"{kind} of {stack.name}.{name}: expected the shape {expected}, found {found}")
+    for slot in slots:
+        first, end = slot.chunk.first_expert, slot.chunk.first_expert + slot.chunk.num_experts
+        slot.write(kind, [values[name][first:end] for name in stack.matrices])
 
 
 class OffloadRuntime:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from offload.devices.device import Buffer, Device, Event
-from offload.memory.chunks import Chunk
 from offload.memory.host_memory import HostBlock
-from offload.memory.layout import ChunkLayout, plane_tensors
+from offload.memory.layout import Chunk, ChunkLayout, plane_tensors
 from offload.optimizer.master_weights import read_master, write_master
 from offload.optimizer.settings import OptimizerSettings
 from offload.optimizer.update import sum_of_squares, update

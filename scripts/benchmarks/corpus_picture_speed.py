@@ -26,10 +26,10 @@ from photographs import backgrounds, photographs
 from PIL import Image
 from record import Recorder, spread
 
-from m6.data.corpus.plan import make_plan
-from m6.data.corpus.recipe import CorpusRecipe
-from m6.data.corpus.stages import STAGES, run_task
-from m6.data.corpus.work import prepare, work_folder
+from m6.corpus.plan import make_plan
+from m6.corpus.recipe import CorpusRecipe
+from m6.corpus.stages import STAGES, run_task
+from m6.corpus.work import prepare, work_folder
 from m6.data.sources.pictures import encode
 from m6.files import cache_folder
 from m6.validation import validate

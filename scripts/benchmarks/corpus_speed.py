@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 from record import Recorder, spread
 
-from m6.data.corpus.plan import make_plan
-from m6.data.corpus.recipe import CorpusRecipe, NearDuplicateSettings
-from m6.data.corpus.stages import STAGES, run_task
-from m6.data.corpus.work import prepare, work_folder
+from m6.corpus.plan import make_plan
+from m6.corpus.recipe import CorpusRecipe, NearDuplicateSettings
+from m6.corpus.stages import STAGES, run_task
+from m6.corpus.work import prepare, work_folder
 from m6.data.sources import SourceOptions, find_source
 from m6.files import cache_folder
 from m6.validation import validate

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from m6.config.run import RunConfig, load_config
-from m6.planning.cost.partition import slice_tokens
 from m6.planning.cost.schedules import Pass, StageSeconds, run_clock, sliced_orders
+from m6.planning.cost.slices import slice_tokens
 from scripts.benchmarks.pipeline_bubbles import causal_batch, part_of_loss, recording
 from scripts.benchmarks.record import ROOT, Recorder
 

@@ -26,9 +26,8 @@ from record import ROOT, Recorder, spread
 
 from m6 import files
 from m6.data.manifest import Manifest, Origin, Shard, SourceEntry, SplitEntry
-from m6.data.mixture import Mixture
 from m6.data.objectives import ObjectivesSettings
-from m6.data.order import permuted
+from m6.data.order import Mixture, permuted
 from m6.data.pretraining import PretrainingData
 from m6.data.reader import open_split
 from m6.data.settings import DataSettings

@@ -23,8 +23,7 @@ from record import Recorder, spread
 
 from m6.config.run import load_config
 from m6.model import M6ForConditionalGeneration, initialize_parameters
-from m6.serving.batcher import Batcher, Task
-from m6.serving.batching import BatchPlanner, cost_grid, measure_costs, plan_by_arrival, plan_by_length
+from m6.serving.batcher import Batcher, BatchPlanner, Task, cost_grid, measure_costs, plan_by_arrival, plan_by_length
 from m6.serving.tasks import Captioning, CaptionJob
 from m6.tokenizers import M6ImageProcessor, M6Processor, load_text_tokenizer
 

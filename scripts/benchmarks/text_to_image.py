@@ -13,8 +13,7 @@ from record import ROOT, Recorder, spread
 
 from m6.checkpoints.loading import make_processor
 from m6.config.run import load_config
-from m6.generation.left_to_right import draw_left_to_right
-from m6.generation.masked import draw_masked, num_masked_numbers
+from m6.generation.drawing import draw_left_to_right, draw_masked, num_masked_numbers
 from m6.generation.sampling import Sampling, uniform_numbers
 from m6.model import M6Config, M6ForConditionalGeneration
 from m6.tokenizers.image import ImageTokenizerConfig, M6ImageTokenizer

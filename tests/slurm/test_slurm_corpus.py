@@ -6,10 +6,10 @@ from unittest import mock
 
 import pytest
 
-from m6.data.corpus.launch import make_corpus
-from m6.data.corpus.plan import make_plan
-from m6.data.corpus.stages import STAGES
-from m6.data.corpus.work import prepare, work_folder
+from m6.corpus.launch import make_corpus
+from m6.corpus.plan import make_plan
+from m6.corpus.stages import STAGES
+from m6.corpus.work import prepare, work_folder
 from m6.errors import UserError
 from tests.fixtures.command import contents
 from tests.fixtures.corpus import built, own, recipe_of, text_of, write_lines

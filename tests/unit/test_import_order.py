@@ -17,7 +17,7 @@ LEVELS = {
         {"tokenizers"},
         {"model"},
         {"data"},
-        {"config"},
+        {"config", "corpus"},
         {"runs"},
         {"checkpoints"},
         {"generation", "slurm", "export"},
@@ -40,7 +40,7 @@ LEVELS = {
         {"cost"},
         {"search"},
         {"booking", "reports", "prediction", "replan"},
-        {"shipped", "least_devices"},
+        {"shipped"},
     ),
 }
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from m6.data.sources.base import Row, Source, SourceOptions
 from m6.data.sources.easy_vqa import EasyVqaCaptions, EasyVqaQuestions
-from m6.data.sources.emoji import Emoji
-from m6.data.sources.emoji_styles import EmojiStyles
+from m6.data.sources.emoji import Emoji, EmojiStyles
 from m6.data.sources.icon_park import IconPark
 from m6.data.sources.inews import Inews, InewsSentiment
 from m6.data.sources.local import LocalSource

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 
 from m6.data.sources.base import Source, SourceOptions
-from m6.data.sources.documents import Documents
+from m6.data.sources.columnar import DICT_NAME, STATE_NAME, is_saved
 from m6.data.sources.folders import METADATA, PictureFolder
 from m6.data.sources.local import PICTURE_SUFFIXES, unreadable_reason
-from m6.data.sources.saved import DICT_NAME, STATE_NAME, is_saved
+from m6.data.sources.rows import Documents
 from m6.data.sources.tables import LocalTable, SavedDataset
 from m6.data.sources.webdataset import WebDataset
 from m6.errors import UserError

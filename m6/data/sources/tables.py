@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources.base import Row, SourceOptions
-from m6.data.sources.columnar import Columnar, class_name
+from m6.data.sources.columnar import Columnar, arrow_files, class_name
 from m6.data.sources.folders import file_entries
 from m6.data.sources.local import (
     LocalSource,
@@ -28,9 +28,8 @@ from m6.data.sources.local import (
     require_column,
     unreadable_reason,
 )
-from m6.data.sources.saved import arrow_files
+from m6.data.sources.rows import named_file, picture_row, split_or_problem, text_rows
 from m6.data.sources.split_names import own_splits, split_meant, splits_of_files, splits_of_hub
-from m6.data.sources.table_rows import named_file, picture_row, split_or_problem, text_rows
 from m6.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,30 +1,81 @@
-"""The downstream tasks: each scores a model and its baselines on the same test rows."""
+"""``m6 downstream``: the tasks, and tables of a fine-tuned run's scores on the test split.
+
+Each task scores a model and its baselines on the same test rows. Rows of the training data are left out: a score on
+them would measure memory.
+"""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from m6.config.run import RunConfig
+from m6.checkpoints.loading import load_run_model
+from m6.config.run import RunConfig, load_config
 from m6.data.manifest import Manifest
-from m6.data.objectives import BadRow, Example, Sample, make_example, max_text_tokens
+from m6.data.objectives import BadRow, Example, Sample, make_example, max_text_tokens, source_kind
 from m6.data.order import permuted
+from m6.data.overlap import Contents
 from m6.data.reader import open_split
+from m6.data.weights import source_weights
 from m6.errors import UserError
-from m6.evaluation.downstream import captions, classification, continuation, matching
-from m6.evaluation.downstream.classification import LabelledTexts
+from m6.evaluation.downstream import metrics
 from m6.evaluation.downstream.estimates import Estimate, bootstrap, share
-from m6.evaluation.downstream.held_out import Rows
-from m6.evaluation.downstream.neighbours import nearest_pictures
+from m6.evaluation.downstream.metrics import LabelledTexts, nearest_pictures
+from m6.evaluation.held_out import describe_other_training
+from m6.files import write_json, write_text
+from m6.formatting import markdown_table
 from m6.generation.captioning import caption, write_targets
 from m6.model.modeling import M6ForConditionalGeneration
+from m6.runs.processes import default_device
 from m6.tokenizers.pictures import decode_picture
 from m6.tokenizers.processor import M6Processor
+
+Rows = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The rows to score.
+
+    Attributes:
+        rows: test rows that training does not hold; all of them if it holds every one.
+        remark: for the report, what was left out; empty if nothing was.
+    """
+
+    rows: list[dict[str, Any]]
+    remark: str
+
+
+def held_out(rows: Rows, training: Rows) -> HeldOut:
+    """Leaves out test rows whose group, picture or, without a picture, text is in the training rows.
+
+    ``m6.data.overlap`` compares them: also a resized or recompressed picture is found.
+    """
+    own = _contents(rows)
+    shared = own.shared_with(_contents(training))
+    # Pictures may have the captions of others: they are still unseen.
+    seen = shared["group"] | shared["picture"] | (shared["text"] & ~own.has_picture)
+    left_out = int(seen.sum())
+    if left_out == len(rows):
+        return HeldOut(
+            list(rows), "Training holds the picture, text or group of every test row: the scores measure memory."
+        )
+    remark = f"{left_out} of {len(rows)} test rows are left out: training holds their picture, text or group."
+    return HeldOut([row for row, known in zip(rows, seen, strict=True) if not known], remark if left_out else "")
+
+
+def _contents(rows: Rows) -> Contents:
+    contents = Contents()
+    for row in rows:
+        contents.add(row["group"], row["text"], row["image"], row["answer"])
+    return contents
+
 
 CAPTION_TOKENS = 48  # that a model may write at least, and as many as the longest reference has
 THIS_MODEL = "this model"
@@ -81,7 +132,7 @@ def _captioning(subject: Subject, source: str, rows: Rows, training: Rows) -> Sc
     systems = {
         THIS_MODEL: generated,
         "caption of the nearest training picture": _neighbour_captions(rows, training),
-        "commonest training caption": [captions.most_frequent([row["text"] for row in training])] * len(rows),
+        "commonest training caption": [metrics.most_frequent([row["text"] for row in training])] * len(rows),
     }
     # No system gains or loses by what a model cannot write, such as full-width digits.
     writable = subject.processor.tokenizer.writable
@@ -94,7 +145,7 @@ def _caption_scores(written: Sequence[str], references: Sequence[str]) -> dict[s
         return bootstrap(len(written), lambda index: metric(*(([t[i] for i in index]) for t in (written, references))))
 
     exact = [a == b for a, b in zip(written, references, strict=True)]
-    return {"chrF": of(captions.chrf), "BLEU": of(captions.bleu), "equal to the reference": share(exact)}
+    return {"chrF": of(metrics.chrf), "BLEU": of(metrics.bleu), "equal to the reference": share(exact)}
 
 
 def _classification(subject: Subject, source: str, rows: Rows, training: Rows) -> Scores:
@@ -105,7 +156,7 @@ def _classification(subject: Subject, source: str, rows: Rows, training: Rows) -
     selecting = subject.rows(source, "validation") if subject.manifest.split(source, "validation").rows else []
     validation = _labelled(selecting, settings.with_context)
     predictions = {
-        THIS_MODEL: classification.predict_by_likelihood(
+        THIS_MODEL: metrics.predict_by_likelihood(
             subject.model,
             subject.processor,
             [row["text"] for row in rows],
@@ -113,8 +164,8 @@ def _classification(subject: Subject, source: str, rows: Rows, training: Rows) -
             subject.max_tokens("text_classification"),
             contexts=[row["context"] for row in rows] if settings.with_context else None,
         ),
-        "TF-IDF and logistic regression": classification.predict_by_word_counts(train, validation, test.texts),
-        "commonest training label": [captions.most_frequent(train.labels)] * len(rows),
+        "TF-IDF and logistic regression": metrics.predict_by_word_counts(train, validation, test.texts),
+        "commonest training label": [metrics.most_frequent(train.labels)] * len(rows),
     }
     return {name: _label_scores(predicted, test.labels) for name, predicted in predictions.items()}
 
@@ -123,7 +174,7 @@ def _label_scores(predicted: Sequence[str], labels: Sequence[str]) -> dict[str, 
     own, true = np.array(predicted), np.array(labels)
     return {
         "accuracy": share(own == true),
-        "macro F1": bootstrap(len(true), lambda index: classification.macro_f1(own[index], true[index])),
+        "macro F1": bootstrap(len(true), lambda index: metrics.macro_f1(own[index], true[index])),
     }
 
 
@@ -134,15 +185,15 @@ def _matching(subject: Subject, source: str, rows: Rows, training: Rows) -> Scor
     texts = sorted({text for _, text in pairs})
     relevant = np.array([[(row["image"], text) in pairs for text in texts] for row in rows])
     max_tokens = subject.max_tokens("image_text_matching")
-    by_model = matching.match_by_model(subject.model, subject.processor, subject.pictures(rows), texts, max_tokens)
-    by_neighbour = matching.match_by_neighbour(_neighbour_captions(rows, training), texts)
+    by_model = metrics.match_by_model(subject.model, subject.processor, subject.pictures(rows), texts, max_tokens)
+    by_neighbour = metrics.match_by_neighbour(_neighbour_captions(rows, training), texts)
     scores: Scores = {name: {} for name in (THIS_MODEL, "caption of the nearest training picture")}
     scores["random order (expected)"] = {}
     for way, turn in (("text to picture", np.transpose), ("picture to text", np.asarray)):
-        for k in matching.RANKS:
+        for k in metrics.RANKS:
             for name, own in zip(scores, (by_model, by_neighbour), strict=False):
-                scores[name][f"{way} R@{k}"] = share(matching.found_at(turn(own), turn(relevant), k))
-            expected = matching.chance(turn(relevant), k)
+                scores[name][f"{way} R@{k}"] = share(metrics.found_at(turn(own), turn(relevant), k))
+            expected = metrics.chance(turn(relevant), k)
             scores["random order (expected)"][f"{way} R@{k}"] = Estimate(expected, is_share=True)
     return scores
 
@@ -150,17 +201,17 @@ def _matching(subject: Subject, source: str, rows: Rows, training: Rows) -> Scor
 def _answering(subject: Subject, source: str, rows: Rows, training: Rows) -> Scores:
     questions, answers = [row["question"] for row in rows], [row["answer"] for row in rows]
     candidates = sorted({row["answer"] for row in training})
-    commonest = captions.most_frequent([row["answer"] for row in training])
+    commonest = metrics.most_frequent([row["answer"] for row in training])
     by_question: dict[str, list[str]] = {}
     for row in training:
         by_question.setdefault(row["question"], []).append(row["answer"])
     max_tokens = subject.max_tokens("visual_question_answering")
     predictions = {
-        THIS_MODEL: classification.predict_by_likelihood(
+        THIS_MODEL: metrics.predict_by_likelihood(
             subject.model, subject.processor, questions, candidates, max_tokens, pictures=subject.pictures(rows)
         ),
         "commonest answer to the question": [
-            captions.most_frequent(by_question.get(question, [commonest])) for question in questions
+            metrics.most_frequent(by_question.get(question, [commonest])) for question in questions
         ],
         "commonest answer": [commonest] * len(rows),
     }
@@ -179,8 +230,8 @@ def _continuing(subject: Subject, source: str, rows: Rows, training: Rows) -> Sc
     characters = np.array([len(str(decode(example.target_ids))) for example in examples])
     texts = [tokenizer.encode_ids(row["text"], max_tokens) for row in training]
     nats = {
-        THIS_MODEL: continuation.nats_by_model(subject.model, subject.processor, examples),
-        **continuation.nats_by_ngrams(texts, examples, tokenizer, subject.config.model.vocab_size),
+        THIS_MODEL: metrics.nats_by_model(subject.model, subject.processor, examples),
+        **metrics.nats_by_ngrams(texts, examples, tokenizer, subject.config.model.vocab_size),
     }
 
     def per_character(own: np.ndarray) -> Estimate:
@@ -189,16 +240,14 @@ def _continuing(subject: Subject, source: str, rows: Rows, training: Rows) -> Sc
     scores = {name: {"nats per character": per_character(own)} for name, own in nats.items()}
 
     def line_length(ids: Sequence[int]) -> int | None:
-        return continuation.line_length(str(decode(ids)))
+        return metrics.line_length(str(decode(ids)))
 
     # A first half that is only the heading shows no form, so there is none to keep.
     verse = [e for e in examples if line_length([*e.source_ids, *e.target_ids]) and line_length(e.source_ids)]
     if verse:
         sources = [example.source_ids for example in verse]
         written = write_targets(subject.model, subject.processor, sources, max_new_tokens=max_tokens, do_sample=False)
-        kept = [
-            continuation.line_length(text) == line_length(source) for text, source in zip(written, sources, strict=True)
-        ]
+        kept = [metrics.line_length(text) == line_length(source) for text, source in zip(written, sources, strict=True)]
         scores[THIS_MODEL]["verse that keeps its form"] = share(kept)
     return scores
 
@@ -235,3 +284,63 @@ TASKS: dict[str, Task] = {
     "visual_question_answering": Task("Questions: {} test questions", _answering),
     "text_continuation": Task("Continuation: {} test texts", _continuing),
 }
+
+
+def write_downstream(run_dir: Path, out: Path, max_rows: int) -> Path:
+    """Evaluates every downstream task that a run was trained on; writes tables, and the same as JSON beside them.
+
+    Test rows that training holds are left out, and counted below the table, as are those beyond ``max_rows``.
+
+    Args:
+        run_dir: a run with a complete checkpoint; its data folder must still exist.
+        out: the Markdown file to write.
+        max_rows: maximum number of test rows of each source.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        UserError: the folder is not a run, its data are missing or have no test rows, or none of its objectives is a
+            downstream task.
+    """
+    config = load_config(run_dir / "config.json")
+    tasks = [name for name in TASKS if config.m6.objectives.of(name).weight > 0]
+    if not tasks:
+        raise UserError(f"{run_dir}: none of its objectives is a downstream task; those are {', '.join(TASKS)}")
+    model, processor = load_run_model(run_dir, default_device())
+    manifest = Manifest.load(config.m6.data.path)
+    subject = Subject(model, processor, config, manifest, max_rows)
+    parts = [f"# Downstream tasks of {run_dir.absolute().name}"]
+    records: list[dict[str, Any]] = []
+    for name in tasks:
+        for source in source_weights(manifest, "train", config.m6.data.sources):
+            if manifest.sources[source].kind == source_kind(name) and manifest.split(source, "test").rows:
+                training, read = subject.rows(source, "train"), subject.rows(source)
+                tested = held_out(read, training)
+                scores = TASKS[name].score(subject, source, tested.rows, training)
+                parts.append(f"## {TASKS[name].title.format(f'{source}, {len(tested.rows):,}')}")
+                rows = manifest.split(source, "test").rows
+                limited = f"Read were {len(read):,} of {rows:,} test rows (--max-rows)." if len(read) < rows else ""
+                parts += filter(None, [_table(scores), limited, tested.remark])
+                counts = {"rows": len(tested.rows), "rows_read": len(read), "test_rows": rows}
+                records.append({"task": name, "source": source, **counts, "scores": _plain(scores)})
+    if not records:
+        raise UserError(
+            f'{manifest.folder}: split "test" has no rows of the sources that {", ".join(tasks)} read; build the data '
+            "with a larger --test-share"
+        )
+    parts += filter(None, [describe_other_training(run_dir, manifest, [record["source"] for record in records])])
+    parts.append("In brackets: 95 % confidence intervals over the test rows.")
+    write_json(out.with_suffix(".json"), records)
+    write_text(out, "\n\n".join(parts) + "\n")
+    return out
+
+
+def _table(scores: Scores) -> str:
+    metrics = list(dict.fromkeys(metric for own in scores.values() for metric in own))
+    lines = [[name, *(str(own.get(metric, "")) for metric in metrics)] for name, own in scores.items()]
+    return markdown_table(["", *metrics], lines)
+
+
+def _plain(scores: Scores) -> dict[str, Any]:
+    return {system: {metric: vars(e) for metric, e in own.items()} for system, own in scores.items()}

@@ -1,4 +1,4 @@
-"""Reads a folder of generated pictures, in the format of ``m6.generation.folder``."""
+"""Reads a folder of generated pictures, in the format of ``m6.generation.grid``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from m6.data.pictures import decode_batch
 from m6.data.sources.local import unreadable_reason
 from m6.errors import UserError
 from m6.files import read_lines
-from m6.generation.folder import CAPTIONS_NAME
+from m6.generation.grid import CAPTIONS_NAME
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,92 @@
-"""The bytes that a layout needs on its fullest rank and in the host memory of a node, as a closed form.
+"""The bytes of a layout on its fullest rank, in the host memory of a node, and in checkpoints, as a closed form.
 
 The partitions are those of DeepSpeed 0.19.8 (ZeRO, arXiv 1910.02054, section 5). Weights and optimizer state are exact.
-So are gradients, except at ZeRO stage 2: there DeepSpeed keeps whole gradients of parameters that cross the boundary of
-a partition, for which the formula adds the largest parameter once. Activations are a formula of their own. Layouts that
-the engine refuses have a price, too, so that the planner can say what they would need.
+So are gradients, except at ZeRO stage 2: there DeepSpeed keeps whole gradients of parameters across the boundary of a
+partition. The formula adds the largest parameter once for them. Activations are a formula of their own. Layouts have a
+price even if the engine refuses them, so that the planner can say what they would need.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 from m6.architecture.sharing import Sharing
+from m6.checkpoints.format import SHARD_BYTES
 from m6.config.run import RunConfig
-from m6.planning.cost.activations import Activations, with_training
+from m6.planning.cost.activations import (
+    Activations,
+    PipelineActivations,
+    holds_copy_of_table,
+    old_versions,
+    with_training,
+)
 from m6.planning.cost.batch_shape import BatchShape, full_row, scale_batch
 from m6.planning.cost.expert_store import ExpertStore, RankChunks, layer_numel, stored_numel, uses_of_experts
 from m6.planning.cost.folding import Block, FoldedModel, fold, shared_gradients
-from m6.planning.cost.footprint import MemoryFootprint
 from m6.planning.cost.gradient_bytes import BUCKET_ELEMENTS, GradientTensor, is_compressed, messages
 from m6.planning.cost.layout import ParallelLayout, is_flushless
 from m6.planning.cost.parameter_counts import ADAMW_MOMENTS, ParameterCounts, count_parameters
-from m6.planning.cost.pipeline_memory import PipelineActivations, holds_copy_of_table, old_versions
 from m6.planning.cost.precision import FP32, Precision
 from m6.planning.machine.profile import Profile
 from moe.expectation import ExpectedRouting, expected_routing
+
+
+@dataclass(frozen=True)
+class MemoryFootprint:
+    """Bytes of one rank. ``host`` and ``host_process`` are in host memory, the others on the device.
+
+    Attributes:
+        weights: as the forward pass reads them, with those that are gathered or streamed at one time.
+        old_weights: those of the version before, for passes under way in a pipeline without a flush.
+        gradients: between the backward pass and the update.
+        partial_sums: of gradients of earlier micro-batches, with ``"deterministic": "any_world"``.
+        residuals: what a rank with ``m6.communication`` has not sent of its gradients.
+        optimizer_state: moments and step counters; at ZeRO stages 1 to 3 also the fp32 master weights; with
+            ``m6.gradient_delay`` also the gradients that wait.
+        owned_experts: experts of ``m6.offload`` that the device owns, with their gradients and optimizer state.
+        activations: kept by autograd for one micro-batch, with the gradients of its logits.
+        buckets: DeepSpeed's buffers for the reduction of gradients.
+        update: temporaries of the optimizer's step, when the activations are freed; without a flush also those that
+            are not.
+        process: driver, libraries and allocator; calibrated, 0 by default.
+        host: states of the rank in host memory.
+        store: of ``host``, what ``m6.offload`` holds: the other experts with their gradients and optimizer state.
+        host_process: the program itself in host memory; calibrated, 0 by default.
+    """
+
+    weights: int = 0
+    old_weights: int = 0
+    gradients: int = 0
+    partial_sums: int = 0
+    residuals: int = 0
+    optimizer_state: int = 0
+    owned_experts: int = 0
+    activations: int = 0
+    buckets: int = 0
+    update: int = 0
+    process: int = 0
+    host: int = 0
+    store: int = 0
+    host_process: int = 0
+
+    @property
+    def resident(self) -> int:
+        """Bytes that stay on the device during the whole step."""
+        sums = self.gradients + self.partial_sums + self.residuals
+        return self.weights + self.old_weights + sums + self.optimizer_state + self.owned_experts + self.process
+
+    @property
+    def peak(self) -> int:
+        """An upper estimate of the device memory: gradients fill up while activations are freed. It leaves out the
+        gradients within a recomputed block, which can exceed it by half a percent."""
+        return self.resident + max(self.activations + self.buckets, self.update)
+
+    def parts(self) -> dict[str, int]:
+        """The bytes by name; they add up."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "store"}
+
 
 # DeepSpeed's defaults of keys in zero_optimization; BUCKET_NUMEL is also the size of the buffers at stage 0.
 BUCKET_NUMEL = 500_000_000
@@ -428,3 +489,27 @@ class MemoryModel:
         if key not in self._chunks:
             self._chunks[key] = store.chunks(part, layout.ep_size)
         return self._chunks[key]
+
+
+def checkpoint_bytes(memory: MemoryModel, layout: ParallelLayout) -> float:
+    """Bytes that one rank writes, all in fp32: weights, moments, and gradients that wait for a later step."""
+    counts = memory.counts(layout).divided(layout)
+    replicas = layout.dp_size // layout.ep_size
+    owned = (counts.local - counts.experts) / layout.dp_size + counts.experts / replicas
+    late = 0 if memory.config.m6.gradient_delay is None else FP32
+    written = owned * (_state_bytes(memory.config.deepspeed.optimizer_type) + late) + memory.residual_bytes(layout)
+    streamed = memory.stored_experts(layout) / layout.tp_size / replicas
+    if streamed:
+        written += streamed * (_state_bytes(memory.expert_store(layout).optimizer_type) + late)
+    return written
+
+
+def copied_bytes(memory: MemoryModel, layout: ParallelLayout) -> float:
+    """Bytes of one rank in host memory while it writes: all that it writes, or with ``async_save: false`` one file."""
+    whole = checkpoint_bytes(memory, layout)
+    return whole if memory.config.m6.checkpoint.async_save else min(whole, SHARD_BYTES)
+
+
+def _state_bytes(optimizer_type: str) -> int:
+    """The weight, and two moments or a momentum. Adafactor's row and column means are negligible."""
+    return {"AdamW": 12, "Lamb": 12, "SGD": 8, "Muon": 8, "Lars": 8, "Adafactor": 4}[optimizer_type]

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from m6.config.pipeline import PipelineSettings
 from m6.config.run import RunConfig
+from m6.planning.cost.compute_time import LayerTime, StepTime
 from m6.planning.cost.layout import ParallelLayout, is_flushless
 from m6.planning.cost.schedules import StageSeconds, flushless_step_s, step_s
 from m6.planning.cost.stage_cuts import Fits, Shape, Suits, cut_layers
-from m6.planning.cost.step_parts import LayerTime, StepTime
 from m6.planning.machine.cluster import Cluster, Nodes
 
 LayersOn = Callable[[Nodes, ParallelLayout], list[LayerTime]]

@@ -1,15 +1,96 @@
-"""Into which slices the rows of a micro-batch are cut: as many as asked for, or as the model of their time says."""
+"""Uneven partitions: tokens over slices of a row, and rows over unequal devices.
+
+A run cuts the rows of a micro-batch into as many slices as it asks for, or as a model of their time says.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 from m6.architecture.settings import ModelSettings
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
+from m6.errors import UserError
 from m6.model.counting import num_parameters
 from m6.model.slices import legal_cuts, nearest_cuts
-from m6.planning.cost.partition import slice_tokens
+
+
+def slice_tokens(
+    length: int, places: Sequence[int], stages: float, rows: int, seconds: Callable[[int, int], float]
+) -> tuple[list[int], float]:
+    """Where rows are cut so that they pass a pipeline fastest: TeraPipe (arXiv 2102.07988), section 3.3, for M rows.
+
+    M rows with slices of t_i seconds take M sum_i t_i + (K - 1) max_i t_i on K stages: each stage computes all of them,
+    and the longest one passes K - 1 further stages. TeraPipe's objective is that of M = 1, whose slices are too many
+    for more rows if each costs something. For each bound on max_i t_i dynamic programming over prefixes finds the least
+    sum.
+
+    Args:
+        length: tokens of a row.
+        places: the increasing places where it may be cut, see ``legal_cuts``. The time grows with the fourth power of
+            their number.
+        stages: K; stages that are faster than that of ``seconds`` count in part.
+        rows: M, those that pass one after the other.
+        seconds: (tokens of a slice, tokens before it) -> seconds of one stage.
+
+    Returns:
+        The cuts, and the seconds of the pipeline.
+    """
+    bounds = [0, *places, length]
+    table = {
+        (begin, end): seconds(bounds[end] - bounds[begin], bounds[begin])
+        for begin in range(len(bounds) - 1)
+        for end in range(begin + 1, len(bounds))
+    }
+    best, best_cuts = math.inf, list[int]()
+    for bound in sorted(set(table.values())):
+        if (stages - 1 + rows) * bound >= best:
+            break  # larger bounds cannot be better: the sum has a slice of this time
+        total, cuts = _least_sum(len(bounds) - 1, table, bound)
+        cost = rows * total + (stages - 1) * bound
+        if cost < best:
+            best, best_cuts = cost, [bounds[cut] for cut in cuts]
+    return best_cuts, best
+
+
+def share_rows(rows: int, speeds: Sequence[float], capacities: Sequence[int]) -> list[int]:
+    """Rows for each of several unequal devices such that the last one ends early: Whale (2011.09208), algorithm 1.
+
+    Each row goes to the device that would end first with it, if its memory holds another row. This is optimal if a row
+    costs constant time on each device. Gradients must then be weighted by rows.
+
+    Args:
+        rows: of the global batch.
+        speeds: rows a second of each device.
+        capacities: rows that fit the memory of each device.
+
+    Raises:
+        UserError: the devices cannot hold ``rows`` rows.
+    """
+    if sum(capacities) < rows:
+        raise UserError(f"{rows} rows do not fit devices that hold {sum(capacities)}")
+    shares = [0] * len(speeds)
+    for _ in range(rows):
+        open_devices = [d for d in range(len(speeds)) if shares[d] < capacities[d]]
+        first = min(open_devices, key=lambda device: (shares[device] + 1) / speeds[device])
+        shares[first] += 1
+    return shares
+
+
+def _least_sum(last: int, table: dict[tuple[int, int], float], bound: float) -> tuple[float, list[int]]:
+    """The least sum of slices from place 0 to ``last`` that take at most ``bound`` seconds each, and their cuts."""
+    sums, cut = [0.0] + [math.inf] * last, [0] * (last + 1)
+    for end in range(1, last + 1):
+        for begin in range(end):
+            if table[begin, end] <= bound and sums[begin] + table[begin, end] < sums[end]:
+                sums[end], cut[end] = sums[begin] + table[begin, end], begin
+    cuts, end = list[int](), last
+    while end > 0 and sums[last] < math.inf:
+        end = cut[end]
+        cuts.append(end)
+    return sums[last], cuts[-2::-1]
+
 
 _MOST = 16  # slices that "auto" considers
 # What a device computes while its memory moves a byte, in 16 bits: V100 140, A100 150, H100 300 FLOPs.

@@ -1,31 +1,108 @@
 """Seconds of one optimizer step of a layout, by part.
 
-Nothing overlaps, which is how the shipped configurations run DeepSpeed. The exceptions are streamed experts, whose
-transfers and host updates run during the computation, and exchanges of tokens with ``m6.moe.overlap_parts`` or with
-micro-batches that take turns.
+Nothing overlaps, as the shipped configurations run DeepSpeed. The exceptions are streamed experts with their transfers
+and host updates, and exchanges of tokens with ``m6.moe.overlap_parts`` or with micro-batches that take turns.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal
 
 from m6.config.run import RunConfig
-from m6.planning.cost.added_gradients import added_bytes
-from m6.planning.cost.compute_time import ComputeTime
-from m6.planning.cost.exchange_time import ExchangeTime
-from m6.planning.cost.host_time import HostTime, Streaming, core_share, device_bandwidth
+from m6.planning.cost.communication_time import ExchangeTime, ReductionTime, expert_replicas
+from m6.planning.cost.compute_time import (
+    ComputeTime,
+    HostTime,
+    LayerTime,
+    StepTime,
+    Streaming,
+    core_share,
+    device_bandwidth,
+)
+from m6.planning.cost.expert_store import uses_of_experts
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.muon import muon_products_s
 from m6.planning.cost.parameter_counts import ParameterCounts
 from m6.planning.cost.pipeline_time import PipelineTime
-from m6.planning.cost.reduction_time import ReductionTime, expert_replicas
-from m6.planning.cost.step_parts import LayerTime, StepTime
-from m6.planning.cost.store_time import StoreTime
-from m6.planning.machine.cluster import Cluster, Nodes
-from m6.planning.machine.collectives import RankGroup, collective_s, send_s
+from m6.planning.machine.cluster import Cluster, Nodes, RankGroup, collective_s, send_s
 from m6.planning.machine.profile import Profile
+
+
+def added_bytes(memory: MemoryModel, layout: ParallelLayout, passes: int, place: int) -> float:
+    """Bytes that autograd reads and writes for it in a step; experts of ``m6.offload`` are not among them.
+
+    At stages 0 and 1 the gradients of all micro-batches add up, at the others those of a backward pass: of
+    micro-batches that take turns, of layers that share weights, of the table, which embeds tokens and is the head, and
+    of the parts in which tokens go to experts.
+
+    Args:
+        passes: backward passes of the step.
+        place: of the rank in the pipeline.
+    """
+    begun, together = (1, passes) if layout.zero_stage < 2 else (passes, 1)
+    each = together * layout.micro_batches_at_once
+    used, held, model = memory.used_by_rank(layout, place), memory.counts_of_ranks(layout)[place], memory.config.model
+    once = layout.pp_size > 1 or held.frozen  # in a pipeline the table lies on two ranks; adapters leave it alone
+    table = 0 if once else model.vocab_size * model.hidden_size
+    arriving = each * (used.local + (memory.exchange_parts(layout) - 1) * used.experts + table)
+    return 3 * memory.precision.weights * begun * (arriving - held.local) / layout.tp_size
+
+
+class StoreTime:
+    """Prices the store of one run.
+
+    Args:
+        memory: of the run; it says what the device owns.
+    """
+
+    def __init__(self, memory: MemoryModel) -> None:
+        self._memory = memory
+        self._uses = uses_of_experts(memory.model)
+
+    def num_gradients(self, layout: ParallelLayout, passes: int) -> int:
+        """Gradients of an expert in ``passes`` backward passes: one of each layer that uses it and each part of the
+        exchange; those of micro-batches that take turns are one."""
+        return round(passes * self._memory.exchange_parts(layout) * self._uses)
+
+    def streaming(
+        self, layout: ParallelLayout, passes: int, place: int, host: HostTime, forward_s: float, backward_s: float
+    ) -> Streaming:
+        """The copies and updates of streamed experts in a step.
+
+        Args:
+            passes: backward passes of the step.
+            place: of the rank in the pipeline.
+            host: of the rank.
+            forward_s: seconds of a forward pass.
+            backward_s: the same of the backward pass, with recomputation.
+        """
+        numel = math.ceil((1 - self._owned_share(layout, place)) * self._numel(layout, place))
+        store, gradients = self._memory.expert_store(layout), self.num_gradients(layout, passes)
+        return host.streaming(numel, store, passes, gradients, self._uses, forward_s, backward_s)
+
+    def device_s(self, layout: ParallelLayout, passes: int, place: int, host: HostTime) -> float:
+        """Seconds of a step in which a device adds up the gradients of micro-batches that take turns, and those of
+        experts that it owns, which it also updates."""
+        numel, owned = self._numel(layout, place), self._owned_share(layout, place)
+        store, gradients = self._memory.expert_store(layout), self.num_gradients(layout, passes)
+        summed = gradients * store.summing_bytes(layout.micro_batches_at_once)
+        moved = summed + owned * (store.gradient_bytes(gradients, on_device=True) + store.device_update_bytes)
+        return numel * moved / device_bandwidth(host.nodes, host.profile)
+
+    def reduced_bytes(self, layout: ParallelLayout, place: int) -> int:
+        """The bytes that ranks with the same experts sum up for each of ``num_gradients``."""
+        return math.ceil(self._numel(layout, place)) * self._memory.expert_store(layout).weight_bytes
+
+    def _numel(self, layout: ParallelLayout, place: int) -> float:
+        """Elements of the experts of a rank."""
+        return self._memory.experts_of_ranks(layout)[place] / layout.tp_size
+
+    def _owned_share(self, layout: ParallelLayout, place: int) -> float:
+        return self._memory.owned_share_of_ranks(layout)[place]
+
 
 # Bytes that the update of one parameter reads and writes. AdamW reads and writes the weight and two moments, and reads
 # the gradient; Adafactor reads the gradient four times, and reads and writes the weight and the update; Muon reads

@@ -1,23 +1,29 @@
-"""Measures this machine: one device, and under a launcher the links between ranks."""
+"""Measures this machine: one device, and under a launcher the links between ranks.
+
+Measured steps also score predictions, and factors are fitted to them.
+"""
 
 from __future__ import annotations
 
+import itertools
 import platform
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
 from m6.files import atomic_path, sha256
-from m6.planning.machine.profile import CollectiveKind, CollectivePoint, MatmulPoint, Profile
+from m6.planning.machine.profile import STEP_PARTS, CollectiveKind, CollectivePoint, MatmulPoint, Profile, StepPart
 
 # Sizes of products by type of device: those of a GPU have to fill it. GROUPED are experts and rows of each expert.
 _SQUARES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 8192)}
@@ -38,7 +44,6 @@ _UPDATED = {"cpu": 1 << 22, "cuda": 1 << 26}  # parameters
 _REPEATS = 5
 _LEAST_S = 2e-3  # of a measurement on a GPU, whose kernels wait in a queue: with fewer, the host's calls are measured
 _WRITTEN_TENSORS = 16  # of 16 MiB
-
 OptimizerMaker = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -263,3 +268,70 @@ def _name(dtype: torch.dtype) -> str:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+# Weight of the pull of every factor to 1 (ridge regression); it decides where runs cannot tell two factors apart.
+_PRIOR_WEIGHT = 0.003
+_BOUNDS = (0.05, 20.0)
+_ROUNDS = 2000
+
+
+def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Kendall's rank correlation: (concordant - discordant pairs) / all pairs; 1 is the same order, -1 the reverse."""
+    pairs = list(itertools.combinations(range(len(predicted)), 2))
+    if not pairs:
+        return 0.0
+    signs = [np.sign((predicted[a] - predicted[b]) * (measured[a] - measured[b])) for a, b in pairs]
+    return float(sum(signs)) / len(pairs)
+
+
+def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """How much slower the choice with the least prediction is than the best choice, as a share of the latter."""
+    return measured[int(np.argmin(predicted))] / min(measured) - 1
+
+
+def fit_factors(parts: Sequence[dict[str, float]], measured: Sequence[float]) -> dict[StepPart, float]:
+    """The factor of each part of a step that fits the measured steps best.
+
+    Least squares of relative errors with a pull of each factor to 1, by coordinate descent within bounds.
+
+    Args:
+        parts: predicted seconds of each run by part, without factors; a part that has no factor is left as it is.
+        measured: seconds of a step of each run.
+    """
+    target = np.asarray(measured)
+    columns = np.array([[run.get(part, 0.0) for part in STEP_PARTS] for run in parts]) / target[:, None]
+    others = np.array([sum(s for name, s in run.items() if name not in STEP_PARTS) for run in parts]) / target
+    factors: NDArray[np.float64] = np.ones(len(STEP_PARTS))
+    for _ in range(_ROUNDS):
+        before = factors.copy()
+        for index in range(len(STEP_PARTS)):
+            column = columns[:, index]
+            rest = 1 - others - columns @ factors + column * factors[index]
+            best = (column @ rest + _PRIOR_WEIGHT) / (column @ column + _PRIOR_WEIGHT)
+            factors[index] = np.clip(best, *_BOUNDS)
+        if np.abs(factors - before).max() < 1e-9:
+            break
+    return {part: float(factor) for part, factor in zip(STEP_PARTS, factors, strict=True)}
+
+
+def fit_memory(
+    states: Sequence[float], activations: Sequence[float], measured: Sequence[float], constant: float
+) -> tuple[float, float]:
+    """(bytes of the process without tensors, bytes held for each byte of activations) that fit the measurements best.
+
+    Least squares of relative errors with a pull to ``constant`` and to 1, so that few runs change little.
+
+    Args:
+        states: predicted bytes of each run without activations and process.
+        activations: predicted bytes of activations of each run.
+        measured: bytes of each run.
+        constant: calibrated bytes of the process.
+    """
+    scale = 1 / np.asarray(measured)
+    unit = max(constant, 1.0)
+    rows = np.stack([unit * scale, np.asarray(activations) * scale], axis=1)
+    rows = np.concatenate([rows, _PRIOR_WEIGHT**0.5 * np.eye(2)])
+    target = np.concatenate([1 - np.asarray(states) * scale, _PRIOR_WEIGHT**0.5 * np.ones(2)])
+    own, factor = np.linalg.lstsq(rows, target, rcond=None)[0]
+    return float(own) * unit, float(np.clip(factor, *_BOUNDS))

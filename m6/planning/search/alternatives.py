@@ -1,24 +1,234 @@
-"""Prices of what a plan does not have: a pipeline, or none, delayed gradients, token slices, divided matrices, unequal
-shares of a batch.
+"""Prices of what a plan does not have, so that a reader of its report sees what they would gain.
 
-A plan's report shows them next to the plan, so that a reader sees what they would gain.
+They are a pipeline, or none; gradients of one step late, on the host and in pipelines; token slices; divided matrices;
+gradients with fewer bytes; unequal shares of a batch.
 """
 
 from __future__ import annotations
 
+import copy
+import sys
 from dataclasses import replace
 
+from m6.architecture.received import (
+    PLACEMENTS,
+    PlacementName,
+    received_by_attention,
+    received_by_expert,
+    received_by_feed_forward,
+    received_by_pair,
+)
 from m6.config.combinations import SLICES, Run, refusals
+from m6.config.communication import CommunicationSettings
+from m6.config.gradient_delay import FLUSHLESS, GradientDelaySettings
 from m6.config.pipeline import ParallelSettings, PipelineSettings
 from m6.config.slices import SLICED, check_slices
 from m6.errors import UserError
-from m6.planning.cost.partition import share_rows, slice_tokens
-from m6.planning.cost.slices import slice_work
-from m6.planning.machine.cluster import Cluster
-from m6.planning.search.delay import flushless_line
+from m6.planning.cost.layout import ParallelLayout, is_flushless
+from m6.planning.cost.slices import share_rows, slice_tokens, slice_work
+from m6.planning.machine.cluster import Cluster, rate
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, Rejection, SearchResult, format_gb
-from m6.planning.search.tensor_groups import tensor_line
+
+# Usual choices: the densities and the rank of scripts/experiments/gradient_bytes.
+_CHOICES = (
+    CommunicationSettings(gradients="top_k", density=0.01),
+    CommunicationSettings(gradients="chunks", density=0.5),
+    CommunicationSettings(gradients="powersgd", rank=4),
+)
+_WORTH = 0.05
+
+
+"""Share of a step that a reducer has to save: it costs steps, which is not priced."""
+
+
+def compression_line(planner: Planner, best: PricedLayout) -> str:
+    """Markdown: the share of gradients in a step, and what the reducers would make of it; empty on one device, and
+    where they may not reduce."""
+    layout, total = best.layout, best.time.total
+    if (
+        layout.dp_size == 1
+        or layout.pp_size > 1
+        or layout.tp_size > 1
+        or layout.zero_stage == 3
+        or planner.config.m6.communication.compresses
+    ):
+        return ""
+    passes = layout.backward_passes(planner.config.deepspeed.train_batch_size)
+    factor = planner.profile.factor("reduction")
+
+    def seconds(settings: CommunicationSettings) -> float:
+        return factor * planner.time.reduction.gradients(layout, passes, settings)
+
+    whole = seconds(CommunicationSettings())
+    fastest = min(_CHOICES, key=seconds)
+    saved = (whole - seconds(fastest)) / total
+    line = f"Gradients that all ranks have are summed in {whole:.4g} s, {whole / total:.1%} of a step. "
+    if saved < _WORTH:
+        return f"{line}Fewer bytes for them (m6.communication) are worth nothing: at most {max(0.0, saved):.1%}."
+    needs = " at ZeRO 0 or 1" if layout.zero_stage == 2 else ""
+    return (
+        f"{line}Fewer bytes (m6.communication) would shorten it by {saved:.0%} with {fastest.gradients}{needs}; the "
+        "steps that this costs are not priced."
+    )
+
+
+"""Share of a step for which computation has to wait for the host: the delay costs steps, which are not priced."""
+
+
+_COST = "the steps that this costs are not priced."
+
+
+def delay_line(planner: Planner, best: PricedLayout) -> str:
+    """Markdown: the step with ``m6.gradient_delay``, or what it changes if the run has it; empty if that is too
+    little."""
+    waiting, total = best.time.host, best.time.total
+    if planner.config.m6.gradient_delay is not None:
+        return _without_flush(planner, best) if is_flushless(planner.config, best.layout) else ""
+    if not best.layout.stream_experts or waiting < _WORTH * total:
+        return ""
+    late = _changed(planner, GradientDelaySettings(accept_loss=True))
+    time, footprint = late.time(best.layout), late.memory(best.layout)
+    more = (footprint.host - best.footprint.host) * planner.cluster.smallest.devices_per_node
+    refused = late.memory_rejection(best.layout)
+    fits = "" if refused is None else f", which does not fit: {refused.reason}"
+    return (
+        f"The host keeps computation waiting for {waiting:.4g} s. Updates that are one step late (m6.gradient_delay) "
+        f"would make it {time.host:.4g} s and the step {time.total:.4g} s ({time.total / total - 1:+.1%}), for "
+        f"{format_gb(more)} more in the host memory of a node{fits}; {_COST}"
+    )
+
+
+def _without_flush(planner: Planner, best: PricedLayout) -> str:
+    """The pipeline of a run with the delay against the same one with a flush after each step."""
+    flushed = _changed(planner, None)
+    more = best.footprint.peak - flushed.memory(best.layout).peak
+    return (
+        "The pipeline goes on from step to step without a flush (m6.gradient_delay), except after every "
+        f"{planner.time.pipeline.steps_between_flushes:.3g} steps (where the run logs, evaluates or writes a "
+        f"checkpoint). Its ranks wait {best.time.bubble:.4g} s of a step for each other, "
+        f"{flushed.time(best.layout).bubble:.4g} s with a flush after each step, for {format_gb(more)} more; {_COST}"
+    )
+
+
+def flushless_line(planner: Planner, best: PricedLayout, pipeline: PricedLayout) -> str:
+    """Markdown: the fastest pipeline without a flush between steps, or why there is none.
+
+    Not all layouts are searched again, but those that offload as ``pipeline`` does.
+
+    Args:
+        best: the plan.
+        pipeline: the fastest with a flush after each step.
+    """
+    text = "- Pipelines without a flush between steps, whose gradients are one step late (PipeDream-2BW)"
+    layout = replace(pipeline.layout, schedule=FLUSHLESS, cut=())
+    names = ("schedule", "tp_size", "placement", "offload_optimizer", "offload_params", "stream_experts")
+    kept = {name: value for name, value in planner.forced.items() if name != "cut"}
+    forced = kept | {name: getattr(layout, name) for name in names}
+    # The validation wants the acceptance of an optimizer that learns worse, and of no other.
+    ways = [_changed(planner, GradientDelaySettings(accept_loss=accepts), forced) for accepts in (True, False)]
+    refusals = [late.feasibility.explain(layout) for late in ways]
+    late = next((late for late, refusal in zip(ways, refusals, strict=True) if refusal is None), None)
+    if late is None:
+        assert refusals[0] is not None
+        return f"{text}: {refusals[0].reason}."
+    result = late.search(1)
+    found = result.fastest(pipeline=True)
+    if found is None:
+        missing = "" if result.nearest is None else f": {result.nearest.layout} {result.nearest.reason}"
+        return f"{text}: none fits{missing}."
+    return (
+        f"{text}: with m6.gradient_delay the fastest, {found.layout}, would take {found.time.total:.4g} s a step "
+        f"({found.time.total / best.time.total - 1:+.1%}) and {format_gb(found.footprint.peak)}, with a second version "
+        f"of the weights. Its ranks would wait {found.time.bubble / found.time.total:.1%} of a step for each other, "
+        f"with a flush after every {late.time.pipeline.steps_between_flushes:.3g} steps; {_COST}"
+    )
+
+
+def _changed(
+    planner: Planner, section: GradientDelaySettings | None, forced: dict[str, object] | None = None
+) -> Planner:
+    """The planner of the run with another ``m6.gradient_delay``; the run is not validated."""
+    m6 = planner.config.m6.model_copy(update={"gradient_delay": section})
+    document = copy.deepcopy(planner.config.document)
+    document["m6"]["gradient_delay"] = None if section is None else section.model_dump()
+    changed = replace(planner.config, m6=m6, document=document)
+    return planner.changed(config=changed, forced=planner.forced if forced is None else forced)
+
+
+_RANKS = 64
+
+
+"""The fewest ranks that are a square and a cube."""
+
+
+def tensor_line(planner: Planner, best: PricedLayout) -> str:
+    """A Markdown item: the fastest layout of each placement against the plan; for experts what a rank would receive."""
+    if planner.config.m6.moe is not None:
+        return _experts_line(planner, best.layout)
+    prices = [_price(planner, best, placement) for placement in (None, *PLACEMENTS)]
+    return f"- Divided matrices (m6.parallel.tensor): {'; '.join(prices)}."
+
+
+def _price(planner: Planner, best: PricedLayout, placement: PlacementName | None) -> str:
+    name = "whole matrices without a pipeline" if placement is None else placement
+    plan = _fastest(planner, placement)
+    if plan is None:
+        return f"{name}: none runs and fits"
+    layout, ratio = plan.layout, plan.time.total / best.time.total - 1
+    verdict = "this plan" if layout == best.layout else f"{ratio:+.1%} step time"
+    if placement is None:
+        return f"{name}: {verdict}"
+    return (
+        f"{name} on {layout.tp_size} ranks with micro-batches of {layout.micro_batch_size}: {verdict}, of which "
+        f"{plan.time.exchange / plan.time.total:.0%} to receive {_received(planner, layout):,.0f} elements a rank"
+    )
+
+
+def _received(planner: Planner, layout: ParallelLayout) -> float:
+    """Elements that a rank receives in a step for the matrices of all layers, without those of recomputation."""
+    model, batch = planner.config.model, planner.memory.batch_of(layout)
+    tokens, steps = batch.rows * batch.sequence_length, layout.accumulation(planner.config.deepspeed.train_batch_size)
+    assert layout.placement != "megatron"
+    each = received_by_attention(layout.tp_size, tokens, model.hidden_size)
+    each += received_by_feed_forward(layout.placement, layout.tp_size, tokens, model.hidden_size, model.ffn_hidden_size)
+    return model.num_layers * steps * each
+
+
+def _fastest(planner: Planner, placement: PlacementName | None) -> PricedLayout | None:
+    """The fastest layout with tensor groups of a placement; None: without any."""
+    forced = {**planner.forced, "pp_size": 1}
+    if placement is None:
+        other = planner.changed(forced={**forced, "tp_size": 1})
+    else:
+        other = planner.changed(forced={**forced, "placement": placement})
+    try:
+        found = other.search(sys.maxsize).plans
+    except UserError:  # no tensor group of this placement, or no layout that the code can run
+        return None
+    divided = [plan for plan in found if (plan.layout.tp_size > 1) == (placement is not None)]
+    return SearchResult(divided).best if divided else None
+
+
+def _experts_line(planner: Planner, layout: ParallelLayout) -> str:
+    moe, model = planner.config.model.moe_config(), planner.config.model
+    batch, nodes = planner.memory.batch_of(layout), planner.time.nodes
+    tokens = max(1, round(batch.real * moe.experts_per_token / moe.num_experts))
+    network, device = nodes.links.network, nodes.links.device
+    link, sharers = (device, 1) if network is None else (network, nodes.devices_per_node)
+    seconds = planner.memory.precision.compute / rate(link, sharers, planner.profile)
+
+    def said(elements: float) -> str:
+        return f"{elements:,.0f} ({elements * seconds * 1e3:.2g} ms)"
+
+    sizes = (_RANKS, tokens, model.hidden_size, model.ffn_hidden_size)
+    divided = ", ".join(f"{name} {said(received_by_pair(name, *sizes))}" for name in PLACEMENTS)
+    return (
+        f"- Divided matrices (m6.parallel.tensor; not for experts, which ep_size divides already): for the {tokens} "
+        f"tokens of an expert in a micro-batch each of {_RANKS} ranks would receive {divided} elements; with ep_size "
+        f"{_RANKS} it is {said(received_by_expert(_RANKS, tokens, model.hidden_size))}."
+    )
+
 
 _NUM_GRAINS = 16  # a slice is a multiple of 1/16 of the row
 

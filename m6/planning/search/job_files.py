@@ -10,7 +10,7 @@ from typing import Any
 
 from m6.errors import UserError
 from m6.files import write_json, write_text
-from m6.planning.cost.checkpoint import checkpoint_bytes, copied_bytes
+from m6.planning.cost.memory import checkpoint_bytes, copied_bytes
 from m6.planning.search.configuration import configured
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout

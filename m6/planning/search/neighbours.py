@@ -1,15 +1,22 @@
-"""The layouts that differ from a plan in one choice, and why each of them is not better."""
+"""What a report says beside a plan: its neighbours, and what would hold a run that does not fit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from m6.architecture.received import PLACEMENTS
+from m6.config.checks import check_world_size
+from m6.config.offload import UPDATE_NO_OFFLOADED, OffloadOptimizer, OffloadSettings
 from m6.config.pipeline import SCHEDULES
+from m6.config.run import RunConfig, parse_config
+from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout, divisors
+from m6.planning.machine.cluster import Cluster
+from m6.planning.search.configuration import configure
+from m6.planning.search.feasibility import RefusalKind
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, Rejection
 
@@ -62,3 +69,114 @@ def _adjacent_divisors(size: int, number: int) -> list[int]:
     sizes = list(divisors(number))
     below, above = [s for s in sizes if s < size], [s for s in sizes if s > size]
     return below[-2:] + above[:2]
+
+
+_NO_MODEL_PARALLELISM = {"tp_size": 1, "pp_size": 1, "stream_experts": False}
+
+
+def smallest_cluster(planner: Planner) -> Cluster | None:
+    """The cluster with the fewest nodes, equal to the first ones, that holds the run with its global batch, or None."""
+    nodes = planner.cluster.nodes[0]
+    # Without model parallelism the ranks divide the global batch, so other numbers need no search.
+    for num_devices in divisors(planner.config.deepspeed.train_batch_size):
+        if num_devices % nodes.devices_per_node or (
+            num_devices > nodes.devices_per_node and nodes.links.network is None
+        ):
+            continue
+        cluster = planner.cluster.resized(num_devices)
+        # Candidates that the code cannot run anyway are not generated for every size.
+        other = planner.changed(cluster=cluster, forced={**_NO_MODEL_PARALLELISM, **planner.forced})
+        for layout in other.candidates():
+            if other.feasibility.refusal(layout) is None and not other.memory_rejection(layout):
+                return cluster
+    return None
+
+
+def fastest_if_lifted(
+    planner: Planner,
+    lifted: Collection[RefusalKind],
+    forced: dict[str, Any],
+    accepts: Callable[[ParallelLayout], bool],
+) -> PricedLayout | None:
+    """The fastest layout that fits if refusals of the kinds ``lifted`` did not exist, or None.
+
+    Args:
+        forced: values that the layout must have.
+        accepts: a further condition on the layout.
+    """
+    other = planner.changed(forced={**planner.forced, **forced})
+    found: PricedLayout | None = None
+    for layout in filter(accepts, other.candidates()):
+        if other.feasibility.refusal(layout, lifted) is not None:
+            continue
+        if other.memory_rejection(layout) is None:
+            plan = PricedLayout(layout, other.memory(layout), other.time(layout))
+            found = plan if found is None or plan.time.total < found.time.total else found
+    return found
+
+
+@dataclass(frozen=True)
+class StreamedPlan:
+    """A layout with streamed experts.
+
+    Attributes:
+        plan: the layout and its price.
+        settings: the section ``m6.offload`` that it needs.
+        refusal: what the validation says against this run with ``m6.offload``; "" where it accepts it.
+    """
+
+    plan: PricedLayout
+    settings: OffloadSettings
+    refusal: str
+
+
+def fastest_streamed(planner: Planner) -> StreamedPlan | None:
+    """The fastest layout that fits with streamed experts, or None.
+
+    Refusals of ``m6.offload`` do not count. Updates in the backward pass are tried last: they need the least host
+    memory, but forbid gradient clipping and several micro-batches a step.
+    """
+    if planner.config.m6.moe is None:
+        return None
+    forced = {"stream_experts": True, "pp_size": 1, "tp_size": 1}
+    own = planner.config.expert_store
+    optimizer = _experts_optimizer(planner.config)
+    sections = [OffloadSettings(optimizer=optimizer), OffloadSettings(optimizer=optimizer, update="backward")]
+    for settings in [own] if own is not None else sections:
+        streaming = planner.changed(config=with_offload(planner.config, settings))
+        accepts = _has_one_micro_batch(planner.config) if settings.update == "backward" else _accepts_any
+        plan = fastest_if_lifted(streaming, {"streamed experts"}, forced, accepts)
+        if plan is not None:
+            return StreamedPlan(plan, settings, _streaming_refusal(streaming.config, plan.layout))
+    return None
+
+
+def _experts_optimizer(config: RunConfig) -> OffloadOptimizer | None:
+    """The least of those that update offloaded experts where the run's own cannot, at the run's rate; else None."""
+    if config.deepspeed.optimizer_type not in UPDATE_NO_OFFLOADED:
+        return None
+    return OffloadOptimizer(type="Adafactor", lr=config.deepspeed.optimizer_params["lr"])
+
+
+def _streaming_refusal(config: RunConfig, layout: ParallelLayout) -> str:
+    document = configure(config, layout)
+    document["m6"]["offload"] = config.m6.offload.model_dump(exclude_defaults=True) if config.m6.offload else {}
+    try:
+        check_world_size(parse_config(document), layout.world_size)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _has_one_micro_batch(config: RunConfig) -> Callable[[ParallelLayout], bool]:
+    rows = config.deepspeed.train_batch_size
+    return lambda layout: layout.micro_batch_size * layout.dp_size == rows
+
+
+def _accepts_any(layout: ParallelLayout) -> bool:
+    return True
+
+
+def with_offload(config: RunConfig, settings: OffloadSettings) -> RunConfig:
+    """The run with the section ``m6.offload``, not validated: to price what the validation refuses."""
+    return replace(config, m6=config.m6.model_copy(update={"offload": settings}))

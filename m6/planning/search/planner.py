@@ -1,7 +1,8 @@
 """Finds the fastest layout that the code can run and that fits: feasibility, then memory, then a bound on the time.
 
 Every candidate is priced or rejected with a reason; nothing is sampled. A test compares the result with a brute-force
-search that visits the candidates in another order and skips none.
+search in another order without skips. Pareto-optimal plans, and the best plan for each number of devices, come from
+several searches.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from m6.architecture.received import PLACEMENTS, PlacementName
 from m6.architecture.sharing import Sharing
@@ -21,10 +22,8 @@ from m6.config.run import RunConfig
 from m6.config.tensor import TensorSettings
 from m6.errors import UserError
 from m6.planning.cost.batch_shape import BatchShape
-from m6.planning.cost.checkpoint import copied_bytes
-from m6.planning.cost.footprint import MemoryFootprint
 from m6.planning.cost.layout import ParallelLayout, divisors
-from m6.planning.cost.memory import MemoryModel
+from m6.planning.cost.memory import MemoryFootprint, MemoryModel, copied_bytes
 from m6.planning.cost.stage_cuts import Fits, Suits
 from m6.planning.cost.step_time import TimeModel
 from m6.planning.machine.cluster import Cluster
@@ -33,9 +32,15 @@ from m6.planning.search.feasibility import Feasibility
 from m6.planning.search.results import TIME_TOLERANCE, PricedLayout, Rejection, RejectionKind, SearchResult, format_gb
 
 MEMORY_FRACTION = 0.9
+
+
 """The default share of a memory that a plan may use; allocators need the rest."""
+
+
 _MIB = 2**20
 SEARCHED: tuple[Schedule, ...] = ("1f1b", "interleaved_1f1b", "zbv")
+
+
 """The schedules that a search considers. The others never win: "interleaved_zero_bubble" and "dualpipev" wait as long
 as "zbv" or longer, and keep as many activations or more. They are priced where they are forced."""
 
@@ -342,3 +347,88 @@ class Planner:
         if not isinstance(store.host_budget_mib, str):
             budget = store.host_budget_mib * _MIB
             yield "host memory", footprint.store, budget, "in m6.offload.host_budget_mib"
+
+
+Item = TypeVar("Item")
+_ALL_PLANS = 1 << 30
+
+
+def pareto(items: Iterable[Item], costs: Callable[[Item], Sequence[float]]) -> list[Item]:
+    """The items that no other item equals or beats in every cost, sorted by the first cost; of equal items the first.
+
+    The frontier of TensorOpt (arXiv 2004.10856), over whole plans because this engine has no choices per layer.
+    """
+    kept: list[tuple[Sequence[float], Item]] = []
+    for cost, item in sorted(((costs(item), item) for item in items), key=lambda pair: tuple(pair[0])):
+        # Items are sorted, so that only earlier ones can beat this one.
+        if not any(all(a <= b for a, b in zip(other, cost, strict=True)) for other, _ in kept):
+            kept.append((cost, item))
+    return [item for _, item in kept]
+
+
+def plan_costs(plan: PricedLayout) -> tuple[float, float, float, float]:
+    """Step time, device memory, host memory, devices."""
+    return (plan.time.total, plan.footprint.peak, plan.footprint.host, plan.layout.world_size)
+
+
+def frontier(planner_of: Callable[[Cluster], Planner], cluster: Cluster, counts: Sequence[int]) -> list[PricedLayout]:
+    """The Pareto-optimal layouts over the numbers of devices in ``counts``.
+
+    Args:
+        planner_of: makes the planner of a part of ``cluster``.
+
+    Raises:
+        UserError: no layout fits on any of them.
+    """
+    plans: list[PricedLayout] = []
+    for count in counts:
+        plans = pareto([*plans, *_plans(planner_of(cluster.first(count)))], plan_costs)
+    if not plans:
+        raise UserError(f"no layout fits on {', '.join(map(str, counts))} devices of {cluster.name}")
+    return plans
+
+
+def curve(
+    planner_of: Callable[[Cluster], Planner], cluster: Cluster, counts: Sequence[int]
+) -> list[tuple[int, PricedLayout | None, str]]:
+    """(devices, best plan, why there is none) for each number of devices: Rubick's sensitivity curve (2408.08586).
+
+    Args:
+        planner_of: makes the planner of a part of ``cluster``.
+    """
+    rows: list[tuple[int, PricedLayout | None, str]] = []
+    for count in counts:
+        try:
+            rows.append((count, planner_of(cluster.first(count)).search().best, ""))
+        except UserError as error:
+            rows.append((count, None, str(error)))
+    return rows
+
+
+def device_counts(cluster: Cluster) -> list[int]:
+    """1, 2, 4, ... devices of a node, then 1, 2, 4, ... nodes, and the whole cluster."""
+    per_node, counts, size = cluster.nodes[0].devices_per_node, [], 1
+    while size < per_node:
+        if per_node % size == 0:
+            counts.append(size)
+        size *= 2
+    size = per_node
+    while size < cluster.num_devices:
+        counts.append(size)
+        size *= 2
+    counts.append(cluster.num_devices)
+    result = []
+    for count in counts:
+        try:
+            cluster.first(count)
+        except UserError:
+            continue
+        result.append(count)
+    return result
+
+
+def _plans(planner: Planner) -> list[PricedLayout]:
+    try:
+        return planner.search(_ALL_PLANS).plans
+    except UserError:
+        return []

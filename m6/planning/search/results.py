@@ -8,9 +8,9 @@ from typing import Literal
 
 from m6.config.pipeline import Schedule
 from m6.errors import UserError
-from m6.planning.cost.footprint import MemoryFootprint
+from m6.planning.cost.compute_time import StepTime
 from m6.planning.cost.layout import ParallelLayout
-from m6.planning.cost.step_parts import StepTime
+from m6.planning.cost.memory import MemoryFootprint
 
 # Among layouts whose times differ by less the simplest is preferred: an uncalibrated model cannot tell them apart.
 TIME_TOLERANCE = 0.01

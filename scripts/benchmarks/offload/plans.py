@@ -14,8 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 
-from offload.memory.chunks import Stack
-from offload.memory.layout import lay_out
+from offload.memory.layout import Stack, lay_out
 from offload.optimizer.settings import OptimizerSettings
 from offload.plan.sizes import sizes_of, staging_bytes
 from offload.plan.solver import solve

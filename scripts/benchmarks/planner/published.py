@@ -20,8 +20,8 @@ from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.pipeline_time import any_stages
 from m6.planning.cost.step_time import TimeModel
+from m6.planning.machine.calibration import fit_factors, kendall_tau, regret
 from m6.planning.machine.cluster import load_cluster
-from m6.planning.machine.fitting import fit_factors, kendall_tau, regret
 from m6.planning.machine.profile import Profile, StepPart
 from scripts.benchmarks.record import ROOT, Recorder
 

@@ -19,9 +19,7 @@ from ladder import HELD_OUT, KEY, TABLE, Rung, rungs  # noqa: E402
 from m6.config.run import load_config  # noqa: E402
 from m6.files import write_json  # noqa: E402
 from m6.formatting import markdown_table  # noqa: E402
-from m6.planning.loss.fitting import fit, fit_law  # noqa: E402
-from m6.planning.loss.law import Recipe, Scale, ScalingLaw  # noqa: E402
-from m6.planning.loss.outlook import recipe_of  # noqa: E402
+from m6.planning.loss import Recipe, Scale, ScalingLaw, fit, fit_law, recipe_of  # noqa: E402
 from m6.plots.style import plotting, save_figure  # noqa: E402
 
 MEASURE = "validation loss of language modelling in nats a token"

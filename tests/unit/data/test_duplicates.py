@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from m6.data.duplicates import has_near_duplicate, join_near_duplicates
+from m6.data.overlap import has_near_duplicate, join_near_duplicates
 
 Signatures = NDArray[np.uint8]
 

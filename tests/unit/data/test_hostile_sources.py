@@ -285,7 +285,7 @@ def test_names_that_are_not_utf_8_are_listed(folder: Path, tmp_path: Path):
 def test_a_document_of_one_long_line_is_hashed_once(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """For each passage, the whole document was hashed: quadratic time."""
     calls = []
-    monkeypatch.setattr("m6.data.sources.table_rows.group_of_text", lambda text: calls.append(len(text)) or "group")
+    monkeypatch.setattr("m6.data.sources.rows.group_of_text", lambda text: calls.append(len(text)) or "group")
     text = "字 " * 100_000
     file = tmp_path / f"a.{form}"
     if form == "parquet":

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m6.data.mixture import BLOCK, Mixture
-from m6.data.order import OPEN_BLOCKS
+from m6.data.order import BLOCK, OPEN_BLOCKS, Mixture
 
 WEIGHTS = {("denoise", "news"): 0.35, ("denoise", "poems"): 0.15, ("model", "news"): 0.2, ("caption", "shapes"): 0.3}
 SIZES = {"news": 130, "poems": 7, "shapes": 1}

@@ -6,14 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from m6.data.corruption import mask_spans, shuffle_sentences
 from m6.data.objectives import (
     OBJECTIVES,
     BadRow,
     ObjectivesSettings,
     Sample,
     make_example,
+    mask_spans,
     max_text_tokens,
+    shuffle_sentences,
     source_kind,
     target_ids,
 )

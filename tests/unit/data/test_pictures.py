@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from m6.data.corpus.picture_rules import problem_of_picture
-from m6.data.corpus.recipe import PictureFilterSettings
+from m6.corpus.recipe import PictureFilterSettings
+from m6.corpus.rules import problem_of_picture
 from m6.data.sources.pictures import MAX_SIDE, BadPicture, decode, encode
 from tests.fixtures.photographs import file_of, photograph
 from tests.fixtures.pictures import picture

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from m6.corpus.output import load_record
+from m6.corpus.reading import read_pictures
 from m6.data.build import BuildSettings, build
-from m6.data.corpus.output import load_record
-from m6.data.corpus.picture_reading import read_pictures
 from m6.data.manifest import Manifest
 from m6.data.reader import open_split
 from m6.data.sources import Row, SourceOptions, find_source

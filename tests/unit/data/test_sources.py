@@ -14,7 +14,6 @@ from m6.data.sources import (
     SourceOptions,
     easy_vqa,
     emoji,
-    emoji_styles,
     find_source,
     icon_park,
     inews,
@@ -176,26 +175,24 @@ def test_emoji_join_pictures_and_names(emoji_cache):
 
 
 def test_styles_of_emoji_leave_one_out(emoji_cache, monkeypatch):
-    monkeypatch.setattr(emoji_styles, "silhouette", lambda image, colour: image + bytes(colour))
-    rows = list(emoji_styles.EmojiStyles(SourceOptions(cache=emoji_cache)).rows())
+    monkeypatch.setattr(emoji, "silhouette", lambda image, colour: image + bytes(colour))
+    rows = list(emoji.EmojiStyles(SourceOptions(cache=emoji_cache)).rows())
     pictures = {row.text: row.image for row in rows if "剪影" not in row.text}
     every = {
-        emoji_styles.styled(row.text, row.id.rpartition("/")[2]): row.image
+        emoji.styled(row.text, row.id.rpartition("/")[2]): row.image
         for row in emoji.Emoji(SourceOptions(cache=emoji_cache)).rows()
     }
     assert "熊猫，立体风格" in every
-    without = {
-        emoji_styles.styled(name, emoji_styles.left_out(name)) for name in ("熊猫", "男技工", "中国的旗帜", "伞")
-    }
+    without = {emoji.styled(name, emoji.left_out(name)) for name in ("熊猫", "男技工", "中国的旗帜", "伞")}
     assert pictures == {caption: image for caption, image in every.items() if caption not in without}
     drawn = [row for row in rows if "剪影" in row.text]
-    assert len(drawn) == 4 * emoji_styles.NUM_SILHOUETTES
+    assert len(drawn) == 4 * emoji.NUM_SILHOUETTES
     for row in drawn:
         colour, name = row.text.split("，")[0].split("的", 1)
         assert name == row.group
-        assert colour in emoji_styles.colours(name)[: emoji_styles.NUM_SILHOUETTES]
+        assert colour in emoji.colours(name)[: emoji.NUM_SILHOUETTES]
         assert row.image.endswith(bytes(COLOURS[colour]))
-    assert sorted(emoji_styles.colours("伞")) == sorted(COLOURS)
+    assert sorted(emoji.colours("伞")) == sorted(COLOURS)
     assert len({row.id for row in rows}) == len(rows)
 
 
@@ -204,7 +201,7 @@ def test_a_silhouette_is_its_colour_where_the_picture_is_not_transparent():
     pixels[1:3, 1:3] = (9, 200, 7, 255)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
-    found = np.asarray(Image.open(io.BytesIO(emoji_styles.silhouette(buffer.getvalue(), (220, 30, 35)))))
+    found = np.asarray(Image.open(io.BytesIO(emoji.silhouette(buffer.getvalue(), (220, 30, 35)))))
     expected = np.full((4, 4, 3), 255)
     expected[1:3, 1:3] = (220, 30, 35)
     assert np.array_equal(found, expected)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from m6.data.duplicates import has_near_duplicate, join_near_duplicates, signature
 from m6.data.manifest import Split
+from m6.data.overlap import has_near_duplicate, join_near_duplicates, signature
 from m6.data.sources import Row
 from m6.data.splitting import Grouping, SplitRules, split_rows
 

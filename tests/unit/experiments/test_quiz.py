@@ -10,7 +10,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from m6.errors import UserError
-from m6.generation.folder import write_pictures
+from m6.generation.grid import write_pictures
 from scripts.experiments.text_to_image import quiz as quiz_script
 from scripts.experiments.text_to_image import styles
 from scripts.experiments.text_to_image.quiz import app

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from m6.data.manifest import Manifest, Origin, SourceEntry, SplitEntry
 from m6.data.shards import ShardWriter
-from m6.data.sources.emoji_styles import NUM_SILHOUETTES, WORDS, colours, in_colour, left_out, styled
+from m6.data.sources.emoji import NUM_SILHOUETTES, WORDS, colours, in_colour, left_out, styled
 from m6.data.sources.shapes import COLOURS
 from m6.evaluation.pictures.judge import JudgeSettings
-from m6.generation.folder import write_pictures
+from m6.generation.grid import write_pictures
 from scripts.experiments.text_to_image import styles
 
 NAMES, OTHERS = ("鬼", "巴西的旗帜"), tuple("甲乙丙丁戊己庚辛壬癸")

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from m6.errors import UserError
-from m6.generation.left_to_right import draw_left_to_right
+from m6.generation.drawing import draw_left_to_right
 from m6.generation.likelihood import caption_scores
 from m6.generation.sampling import Sampling, draw_by_numbers, uniform_numbers
 from tests.fixtures.drawing import Grid

@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from m6.errors import UserError
-from m6.generation.drawing import Draft, draw_codes, num_steps, resolve_sampling
-from m6.generation.masked import HIDDEN, draw_masked, num_masked_numbers
+from m6.generation.drawing import (
+    HIDDEN,
+    Draft,
+    draw_codes,
+    draw_masked,
+    num_masked_numbers,
+    num_steps,
+    resolve_sampling,
+)
 from m6.generation.sampling import Sampling, uniform_numbers
 from tests.fixtures.drawing import Grid
 from tests.fixtures.tiny_data import TINY_IMAGE_VOCAB_SIZE

@@ -1,13 +1,29 @@
-"""Descriptions of machines: the shipped ones, and every kind of mistake in one."""
+"""Descriptions of machines: the shipped ones, and every kind of mistake in one.
 
+The cluster that a process runs on.
+
+Prices of collectives against a replay over every pair of ranks.
+"""
+
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from m6.errors import UserError
-from m6.planning.machine.cluster import CLUSTERS, Cluster, load_cluster
+from m6.planning.machine.cluster import (
+    CLUSTERS,
+    Cluster,
+    collective_s,
+    contiguous_group,
+    detect_cluster,
+    load_cluster,
+    strided_group,
+)
+from m6.planning.machine.profile import CollectivePoint, Profile
 
 SHIPPED = {
     "v100_32g_x128": 128,
@@ -129,3 +145,66 @@ def test_unknown_names_and_unreadable_files(tmp_path: Path):
     with pytest.raises(UserError, match="not readable as JSON"):
         load_cluster(tmp_path / "bad.json")
     assert isinstance(load_cluster(CLUSTERS / "cpu_laptop.json"), Cluster)
+
+
+def test_the_machine_at_hand(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="CPU core has no network"):
+        detect_cluster(4)
+    assert detect_cluster(2).num_devices == 2
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Quantum 9")
+    with pytest.raises(UserError, match="device 'Quantum 9' is in no description"):
+        detect_cluster(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("NVIDIA GB200", "GB200"), ("NVIDIA GB300", "GB300"), ("NVIDIA B200", "B200"), ("NVIDIA H100 80GB HBM3", "H100")],
+)
+def test_the_description_of_the_device_itself(name: str, device: str, monkeypatch: pytest.MonkeyPatch):
+    """The name of a B200 is a part of that of a GB200, whose nodes and links are others."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=10**11))
+    [nodes] = detect_cluster(4).nodes
+    assert nodes.device.name == device
+
+
+PERFECT = Profile(bandwidth_efficiency=1.0, link_efficiency=1.0, matmul_efficiency=1.0, kernel_s=0.0)
+
+
+def a100(num_devices: int = 128) -> Cluster:
+    return load_cluster(Path("a100_80g_x128")).first(num_devices)
+
+
+@pytest.mark.parametrize(("size", "stride"), [(16, 8), (8, 16), (64, 2), (32, 4), (128, 1)])
+def test_ranks_of_a_strided_group_that_share_a_node(size: int, stride: int):
+    nodes = a100().nodes[0]
+    ranks = [index * stride for index in range(size)]
+    counts = [len(list(group)) for _, group in itertools.groupby(ranks, lambda rank: rank // nodes.devices_per_node)]
+    group = strided_group(size, stride, nodes)
+    assert (group.per_node, group.num_nodes) == (counts[0], len(counts))
+
+
+def test_all_reduce_between_nodes_moves_each_byte_once_through_the_network():
+    nodes = a100().nodes[0]
+    everyone, num_bytes = contiguous_group(128, nodes), 1e9
+    network, inside = 200e9, 300e9
+    # The ring over 16 nodes moves 2 x 15/16 of the bytes through each node's ports, whichever device holds them.
+    expected = 2 * (num_bytes * 15 / 16 / network + num_bytes * 7 / 8 / inside + 7 * 2e-5)
+    assert collective_s("all_reduce", num_bytes, everyone, nodes, PERFECT) == pytest.approx(expected)
+    assert collective_s("all_gather", num_bytes, everyone, nodes, PERFECT) == pytest.approx(expected / 2)
+    assert collective_s("all_reduce", num_bytes, contiguous_group(1, nodes), nodes, PERFECT) == 0
+
+
+def test_measured_collectives_come_first():
+    points = [
+        CollectivePoint(kind="all_reduce", tier="network", ranks=128, num_bytes=b, seconds=1e-3 + b * 1e-9)
+        for b in (1 << 10, 1 << 20, 1 << 30)
+    ]
+    profile = PERFECT.model_copy(update={"collectives": points})
+    nodes = a100().nodes[0]
+    found = collective_s("all_reduce", 1 << 28, contiguous_group(128, nodes), nodes, profile)
+    assert found == pytest.approx(1e-3 + 2**28 * 1e-9, rel=1e-2)

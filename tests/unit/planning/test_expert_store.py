@@ -10,17 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from m6.config.offload import OffloadSettings
 from m6.config.run import load_config, parse_config
+from m6.planning.cost.compute_time import HostTime, StepTime
 from m6.planning.cost.expert_store import ExpertStore, stored_numel, uses_of_experts
 from m6.planning.cost.folding import fold
-from m6.planning.cost.footprint import MemoryFootprint
-from m6.planning.cost.host_time import HostTime
 from m6.planning.cost.layout import ParallelLayout
-from m6.planning.cost.memory import MemoryModel
-from m6.planning.cost.step_parts import StepTime
+from m6.planning.cost.memory import MemoryFootprint, MemoryModel
 from m6.planning.cost.step_time import TimeModel
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.machine.profile import Profile
-from m6.planning.search.requirements import with_offload
+from m6.planning.search.neighbours import with_offload
 from m6.planning.search.stages import pseudo_sharing
 from offload import OffloadRuntime, OptimizerSettings, SimulatedDevice, Stack, remainder_dtype
 from offload.optimizer import update as update_module

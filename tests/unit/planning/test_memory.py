@@ -1,4 +1,7 @@
-"""Predicted model states against an engine, and against sums over every parameter."""
+"""Predicted model states against an engine, and against sums over every parameter.
+
+The bytes of a checkpoint, on disk and in host memory.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -11,18 +14,22 @@ import torch
 import torch.distributed as dist
 
 from m6.architecture.sharing import PARTS, Sharing
+from m6.checkpoints.format import SHARD_BYTES
 from m6.config.pipeline import Schedule
 from m6.config.run import RunConfig, load_config, parse_config
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.stages import keep_layers
 from m6.planning.cost.batch_shape import BatchShape, full_row
 from m6.planning.cost.layout import ParallelLayout
-from m6.planning.cost.memory import MemoryModel
+from m6.planning.cost.memory import MemoryModel, checkpoint_bytes, copied_bytes
 from m6.planning.cost.schedules import Pass, flushless_orders
 from m6.planning.cost.storages import new_storages
 from m6.planning.machine.profile import Profile
 from m6.planning.prediction import predict_memory
+from m6.planning.reports import checkpoint_line
 from m6.planning.search.configuration import configured, layout_of
+from m6.planning.search.job_files import job_description
+from m6.planning.search.results import PricedLayout
 from m6.planning.search.stages import pseudo_sharing
 from m6.runs.data import open_data
 from m6.runs.processes import start
@@ -31,12 +38,11 @@ from m6.training.engine.compressed import CompressedGradients
 from m6.training.engine.tree_gradients import TreeGradients
 from tests.distributed.spawn import run_distributed
 from tests.fixtures.model_states import model_states
+from tests.fixtures.plans import planner
 from tests.fixtures.tiny_run import tiny_document
 
 ANY_BATCH = BatchShape(samples=1, rows=1, sequence_length=64, real=64, targets=1, pictures=0)
-
 ADAFACTOR = {"type": "Adafactor", "params": {"lr": 1e-3}}
-
 BF16 = {"enabled": True}
 
 
@@ -227,9 +233,7 @@ def test_own_sums_are_in_the_memory_that_a_plan_needs():
 
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-
 MIXED = {"num_experts": 8, "num_prototypes": 2}
-
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "text_vocab_size": 64, "image_vocab_size": 8, "image_size": 64}
 
 
@@ -409,3 +413,55 @@ def test_activations_of_pipelines_grow_with_the_micro_batches_under_way():
     # The last one keeps one micro-batch of its two layers, and the head.
     own = sum(whole.blocks()[4:]) + whole.norm() + whole.head() + whole.loss_backward()
     assert last == pytest.approx(own, rel=1e-3)
+
+
+BEHIND = "m6.checkpoint.async_save=true"
+
+
+def test_a_checkpoint_has_the_states_of_two_optimizers():
+    """AdamW's moments of the dense part, which all ranks share; Adafactor's means of experts are negligible."""
+    subject = planner("m6_1t", "v100_32g_x480", forced={"ep_size": 480, "micro_batch_size": 4})
+    plan = subject.search().best
+    dense, experts = subject.memory.counts(plan.layout).local, subject.memory.stored_experts(plan.layout)
+    assert experts == 2 * 2 * 1024 * 21248 * 24
+    assert checkpoint_bytes(subject.memory, plan.layout) == pytest.approx(12 * dense / 480 + 4 * experts)
+
+
+def test_host_memory_holds_the_copy_of_what_is_written_beside_the_training():
+    """Of m6_10t a node would need 452 GB for its experts and 628 GB more for the copies of its ranks."""
+    subject, behind = (planner("m6_10t", "v100_32g_x512", *changes) for changes in ((), (BEHIND,)))
+    layout = layout_of(subject.config, 512)
+    whole = checkpoint_bytes(subject.memory, layout)
+    assert whole > 10 * SHARD_BYTES
+    assert (copied_bytes(subject.memory, layout), copied_bytes(behind.memory, layout)) == (SHARD_BYTES, whole)
+    assert subject.memory_rejection(layout) is None
+    refused = behind.memory_rejection(layout)
+    assert refused is not None
+    assert f"(of it {8 * whole / 1e9:.2f} GB the copy of a checkpoint, see m6.checkpoint.async_save)" in refused.reason
+    states = 8 * subject.memory(layout).host
+    assert refused.shortfall_bytes == pytest.approx(states + 8 * whole - 0.9 * 736e9, abs=1)
+
+
+def test_a_plan_tells_what_a_checkpoint_takes():
+    for changes, how in (((), "beside the training"), (("m6.checkpoint.async_save=false",), "the training waits")):
+        subject = planner("m6_base", "a100_80g_x128", *changes, world=8)
+        layout = layout_of(subject.config, 8)
+        said = checkpoint_line(subject, PricedLayout(layout, subject.memory(layout), subject.time(layout)))
+        assert how in said
+        assert f"{8 * copied_bytes(subject.memory, layout) / 1e9:.2f} GB more in the host memory of a node" in said
+
+
+def test_a_job_asks_for_the_memory_of_the_copy():
+    """A cluster that holds jobs to what they asked for would kill one that asked for its states alone."""
+    memory = {}
+    for background in ("true", "false"):
+        subject = planner("m6_1t", "v100_32g_x480", f"m6.checkpoint.async_save={background}")
+        node = subject.cluster.nodes[0]
+        small = node.model_copy(update={"host": node.host.model_copy(update={"memory_bytes": 120 * 10**9})})
+        subject.cluster = subject.cluster.model_copy(update={"nodes": [small]})
+        layout = layout_of(subject.config, 480)
+        plan = PricedLayout(layout, subject.memory(layout), subject.time(layout))
+        memory[background] = job_description(subject, plan, 1440).memory_gb_per_node
+        on_host = 8 * (plan.footprint.host + copied_bytes(subject.memory, layout))
+        assert memory[background] >= on_host / 2**30
+    assert memory["true"] > memory["false"]

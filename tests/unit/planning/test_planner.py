@@ -1,16 +1,21 @@
-"""The search against brute force, and what it finds for the machines of M6-T and M6-10T."""
+"""The search against brute force, and what it finds for the machines of M6-T and M6-10T.
 
+Pareto sets and curves against all plans.
+"""
+
+import random
 from pathlib import Path
 
 import pytest
 
 from m6.config.run import load_config, parse_config
 from m6.errors import UserError
-from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.layout import ParallelLayout, divisors
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.reports import no_plan_report
-from m6.planning.search.planner import Planner
+from m6.planning.search.planner import Planner, curve, device_counts, frontier, pareto, plan_costs
 from m6.planning.search.stages import training_stages
+from m6.plots.frontier import draw_frontier
 from tests.fixtures.plans import CONFIGS, brute_force, planner, small_base
 
 
@@ -87,3 +92,30 @@ def test_forced_layouts():
         planner("m6_100b", "a100_80g_x128", forced={"zero_stage": 3, "ep_size": 128}).search()
     forced = planner("m6_100b", "a100_80g_x128", forced={"zero_stage": 2, "micro_batch_size": 4}).search().best
     assert (forced.layout.zero_stage, forced.layout.micro_batch_size) == (2, 4)
+
+
+def test_pareto_is_what_nothing_dominates():
+    generator = random.Random(0)
+    for _ in range(50):
+        points = [tuple(generator.randrange(6) for _ in range(3)) for _ in range(generator.randrange(1, 40))]
+        found = pareto(points, lambda point: point)
+
+        def beaten(point: tuple[int, ...], among: list[tuple[int, ...]]) -> bool:
+            return any(p != point and all(a <= b for a, b in zip(p, point, strict=True)) for p in among)
+
+        assert set(found) == {point for point in points if not beaten(point, points)}
+        assert len(found) == len(set(found))
+
+
+def test_frontier_and_curve(tmp_path: Path):
+    config, cluster = small_base(16), load_cluster(Path("a100_80g_x128")).first(8)
+    counts = device_counts(cluster)
+    assert counts == [1, 2, 4, 8]
+    plans = frontier(lambda part: Planner(config, part), cluster, counts)
+    everything = [plan for count in counts for plan in brute_force(Planner(config, cluster.first(count)))]
+    expected = {plan_costs(plan) for plan in pareto(everything, plan_costs)}
+    assert {plan_costs(plan) for plan in plans} == expected
+    assert draw_frontier(plans, tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    rows = curve(lambda part: Planner(config, part), cluster, counts)
+    assert [count for count, plan, _ in rows if plan is not None] == counts
+    assert list(divisors(8)) == [1, 2, 4, 8]

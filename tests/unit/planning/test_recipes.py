@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 from m6.cli.plan import app
 from m6.config.run import load_config
 from m6.errors import UserError
-from m6.planning.loss.outlook import predicted_loss
-from m6.planning.loss.recipes import Budget, PricedRecipe, budgets, lowest, recipes_report
+from m6.planning.loss import predicted_loss
+from m6.planning.recipes import Budget, PricedRecipe, budgets, lowest, recipes_report
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 CHEAP = ("--set", "train_batch_size=128", "--force", "zero_stage=1", "--force", "tp_size=1", "--force", "pp_size=1")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from m6.data.corpus.tally import Tally
+from m6.corpus.tally import Tally
 from m6.plots.corpus import _funnel
 from scripts.benchmarks.alterations import ALTERATIONS
 from tests.fixtures.command import m6, user_error

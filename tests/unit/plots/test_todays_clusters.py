@@ -5,12 +5,11 @@ from PIL import Image
 
 from m6.config.run import load_config, parse_config
 from m6.errors import UserError
-from m6.planning.least_devices import least_devices
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.search.planner import Planner
 from m6.planning.search.stages import training_stages
 from m6.planning.shipped import SHIPPED
-from m6.plots.todays_clusters import CLUSTERS, PAGE, PICTURE, digest_of, draw, page_of, plan_size
+from m6.plots.todays_clusters import CLUSTERS, PAGE, PICTURE, digest_of, draw, least_devices, page_of, plan_size
 from m6.shipped import CONFIGS
 from m6.validation import read_document
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from m6.runs.entries import check_entry
+from m6.runs.directory import check_entry
 
 
 def test_bytes_of_an_exchange_are_by_link():

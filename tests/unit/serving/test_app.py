@@ -30,8 +30,7 @@ from m6.generation.captioning import caption
 from m6.generation.pipeline import M6TextToImagePipeline
 from m6.generation.sampling import Sampling
 from m6.serving.app import WARNINGS, create_app
-from m6.serving.batcher import Batcher
-from m6.serving.batching import plan_by_arrival
+from m6.serving.batcher import Batcher, plan_by_arrival
 from m6.serving.tasks import Captioning, CaptionJob, Drawing
 from m6.tokenizers.image import ImageTokenizerConfig, M6ImageTokenizer
 from tests.fixtures.fabricated_run import write_run_and_data

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from m6.serving.batcher import Batcher, QueueFull, Stopping
-from m6.serving.batching import BatchPlanner, plan_by_arrival, plan_by_length
+from m6.serving.batcher import Batcher, BatchPlanner, QueueFull, Stopping, plan_by_arrival, plan_by_length
 
 LONG = 30.0  # seconds that no test waits for
 

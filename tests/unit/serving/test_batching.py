@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m6.serving.batching import CostTable, measure_costs, plan_by_arrival, plan_by_length
+from m6.serving.batcher import CostTable, measure_costs, plan_by_arrival, plan_by_length
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:

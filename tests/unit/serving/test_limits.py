@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from m6.serving import app as app_module
-from m6.serving import connections, intake
+from m6.serving import intake, server
 from tests.fixtures.services import serve
 
 PICTURE = b"a picture"
@@ -58,16 +58,16 @@ def works(address: tuple[str, int]) -> bool:
 
 
 def test_headers_that_never_end(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 1.0)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 1.0)
     with connect(address) as silent, connect(address) as slow:
         slow.sendall(b"POST /caption HTTP/1.1\r\nhost: m6\r\n")
         assert read_all(silent) == read_all(slow) == b""
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 10.0)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 10.0)
     assert works(address)
 
 
 def test_a_further_request_of_a_connection_has_its_time_too(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 1.0)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 1.0)
     with connect(address) as client:
         for _ in range(2):
             client.sendall(post(len(PICTURE)) + PICTURE)
@@ -78,7 +78,7 @@ def test_a_further_request_of_a_connection_has_its_time_too(address: tuple[str, 
 
 def test_a_body_that_goes_on_after_the_answer(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
     """The next byte ends the time that uvicorn gives an idle connection."""
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 1.0)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 1.0)
     with connect(address) as client:
         client.sendall(post(10, path="/caption?unknown=1"))
         assert read_answer(client)[0] == 422
@@ -90,7 +90,7 @@ def test_a_body_that_goes_on_after_the_answer(address: tuple[str, int], monkeypa
 def test_a_request_that_runs_longer_than_its_headers_may_take(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 1.0)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 1.0)
     with connect(address) as client:
         client.sendall(post(len(PICTURE)))
         time.sleep(1.5)
@@ -99,7 +99,7 @@ def test_a_request_that_runs_longer_than_its_headers_may_take(
 
 
 def test_more_connections_than_allowed(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     with connect(address) as first, connect(address) as second:
         for client in (first, second):  # answered, so both are known to the server
             client.sendall(post(len(PICTURE)) + PICTURE)

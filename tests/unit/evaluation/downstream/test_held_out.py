@@ -4,7 +4,7 @@ import io
 
 from PIL import Image
 
-from m6.evaluation.downstream.held_out import held_out
+from m6.evaluation.downstream.tasks import held_out
 from tests.fixtures.tiny_data import draw_shape
 
 

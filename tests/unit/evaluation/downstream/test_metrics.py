@@ -6,12 +6,22 @@ import numpy as np
 import pytest
 
 from m6.data.objectives import Example
-from m6.evaluation.downstream.captions import bleu, chrf, most_frequent
-from m6.evaluation.downstream.classification import LabelledTexts, macro_f1, predict_by_word_counts
-from m6.evaluation.downstream.continuation import line_length, nats_by_ngrams
 from m6.evaluation.downstream.estimates import Estimate, bootstrap, share
-from m6.evaluation.downstream.matching import RANKS, chance, found_at, match_by_neighbour
-from m6.evaluation.downstream.neighbours import nearest_pictures
+from m6.evaluation.downstream.metrics import (
+    RANKS,
+    LabelledTexts,
+    bleu,
+    chance,
+    chrf,
+    found_at,
+    line_length,
+    macro_f1,
+    match_by_neighbour,
+    most_frequent,
+    nats_by_ngrams,
+    nearest_pictures,
+    predict_by_word_counts,
+)
 from m6.tokenizers import load_text_tokenizer
 from tests.fixtures.tiny_data import build_tiny_tokenizer, draw_shape
 
@@ -115,7 +125,7 @@ def test_chance_is_the_mean_over_all_orders():
 
 @pytest.mark.parametrize("at_once", [1, 5, 100])
 def test_the_nearest_picture_is_that_of_its_colour_and_size(at_once: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("m6.evaluation.downstream.neighbours.AT_ONCE", at_once)
+    monkeypatch.setattr("m6.evaluation.downstream.metrics.AT_ONCE", at_once)
     training = [draw_shape(c, s, z) for c in ("红色", "绿色", "蓝色") for s in ("圆形", "方块") for z in ("大", "小")]
     assert nearest_pictures(training[::-1], training).tolist() == list(range(len(training)))[::-1]
     assert nearest_pictures(training[:2], iter(training * 2)).tolist() == [0, 1], "the first of equal ones"

@@ -22,8 +22,7 @@ from m6.data.objectives import (
     make_example,
 )
 from m6.errors import UserError
-from m6.evaluation.downstream.classification import predict_by_likelihood
-from m6.evaluation.downstream.matching import match_by_model
+from m6.evaluation.downstream.metrics import match_by_model, predict_by_likelihood
 from m6.evaluation.downstream.tasks import TASKS, Subject
 from m6.generation.captioning import write_targets
 from m6.generation.likelihood import target_log_likelihoods
@@ -127,7 +126,7 @@ def test_a_picture_may_have_several_captions_and_a_caption_several_pictures(fold
     captions = {red: ["红", "圆"], blue: ["圆", "蓝"]}
     rows = [{"text": text, "image": image} for image, texts in captions.items() for text in texts]
     right = np.array([[text in texts for text in ("圆", "红", "蓝")] for texts in captions.values()], float)
-    monkeypatch.setattr("m6.evaluation.downstream.matching.match_by_model", lambda *_: right)
+    monkeypatch.setattr("m6.evaluation.downstream.metrics.match_by_model", lambda *_: right)
     scores = TASKS["image_text_matching"].score(subject, "tiny_shapes", rows, rows)["this model"]
     assert {name: each.value for name, each in scores.items()} == dict.fromkeys(scores, 1.0)
 
@@ -260,7 +259,7 @@ def test_verse_of_which_a_model_reads_only_the_heading_is_not_counted(folder: Pa
 
     monkeypatch.setattr("m6.evaluation.downstream.tasks.write_targets", write)
     monkeypatch.setattr(
-        "m6.evaluation.downstream.continuation.nats_by_model", lambda model, processor, examples: np.ones(len(examples))
+        "m6.evaluation.downstream.metrics.nats_by_model", lambda model, processor, examples: np.ones(len(examples))
     )
     scores = TASKS["text_continuation"].score(subject, "own", rows, rows)
     assert sources == [lines, f"《小明》老师\n{lines}"]

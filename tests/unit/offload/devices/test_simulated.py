@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from offload.devices.device import DeviceOutOfMemory, Peaks, Rates
-from offload.devices.simulated import SimulatedDevice
-from offload.devices.vector_clocks import SimulatedRace
+from offload.devices.simulated import SimulatedDevice, SimulatedRace
 from offload.memory.host_memory import HostBlock
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from offload.memory.chunks import cut
+from offload.memory.layout import cut
 from tests.fixtures.toy_experts import Toy
 
 TOY = Toy()

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import offload.optimizer.update
-from offload.optimizer.kernel import load_kernel
-from offload.optimizer.master_weights import read_master, remainder_dtype, write_master
+from offload.optimizer.master_weights import load_kernel, read_master, remainder_dtype, write_master
 from offload.optimizer.settings import OptimizerSettings
 from offload.optimizer.update import sum_of_squares, update
 

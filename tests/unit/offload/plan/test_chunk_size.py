@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offload.devices.device import Rates
-from offload.memory.chunks import Stack
+from offload.memory.layout import Stack
 from offload.optimizer.settings import OptimizerSettings
 from offload.plan import chunk_size
 from offload.plan.chunk_size import search_chunk_bytes

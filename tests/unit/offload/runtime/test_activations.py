@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from offload import ActivationOffload, DryRuntime, SimulatedDevice, StorageMeter, StreamedExperts
-from offload.devices.vector_clocks import SimulatedRace
+from offload.devices.simulated import SimulatedRace
 from offload.memory.arena import Arena
 from offload.memory.host_memory import HostBlock
 from tests.fixtures.toy_experts import SMALL_BYTES, OffloadedRun, Toy, compute, train_offloaded, train_plainly

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload import Rates, SimulatedDevice, WorkerFailure
-from offload.devices.vector_clocks import SimulatedRace
+from offload.devices.simulated import SimulatedRace
 from offload.memory.layout import NextWeights
 from offload.runtime.slots import Slot
 from tests.fixtures.toy_experts import OffloadedRun, Toy, train_plainly
@@ -112,7 +112,7 @@ def seconds_of_a_step(place: NextWeights | None, update_s: float, monkeypatch: p
 
 @pytest.mark.parametrize("update_s", [0.5, 2.5, 4.0])
 def test_the_time_of_a_step_is_that_of_the_closed_form(update_s: float, monkeypatch: pytest.MonkeyPatch):
-    """As m6/planning/cost/host_time.py prices it; one chunk computes after the last update of a forward pass."""
+    """As m6/planning/cost/compute_time.py prices it; one chunk computes after the last update of a forward pass."""
     forward, backward, host = NUM_CHUNKS * 1.0, NUM_CHUNKS * 2.0, NUM_CHUNKS * update_s
     late = seconds_of_a_step("gradient", update_s, monkeypatch)
     assert late == pytest.approx(max(forward + backward, host), rel=1e-6)

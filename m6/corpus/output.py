@@ -1,0 +1,269 @@
+"""Last stages: what is kept is compared with the held-out texts, cut to passages, and written as a data folder."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from m6 import files
+from m6.corpus.documents import read_document, read_documents
+from m6.corpus.plan import Plan
+from m6.corpus.selection import KEPT, REASONS
+from m6.corpus.tally import KEPT as KEPT_SAMPLES
+from m6.corpus.tally import SAMPLE_CHARS, Tally, small_picture
+from m6.corpus.text_copies import hashes_of_set, ngram_hashes, read_index, shares_ngram, write_index
+from m6.corpus.work import Work
+from m6.data.manifest import MANIFEST_NAME, SPLITS, Manifest, Shard, SourceEntry, Split, SplitEntry
+from m6.data.overlap import Contents, count_groups, known_keys
+from m6.data.shards import SplitWriters, describe_source
+from m6.data.sources.base import Row
+from m6.data.sources.text import passages
+from m6.data.splitting import SplitRules
+from m6.data.verification import check_sizes
+from m6.errors import UserError
+
+RECORD_NAME = "corpus.json"
+_Splits = TypeAdapter(dict[Split, SplitEntry])
+
+
+class CorpusRecord(BaseModel):
+    """``corpus.json`` of a data folder: what became of the documents of each input.
+
+    Attributes:
+        inputs: counts of each input.
+        sets: of each set of ``decontamination.sets``; "kept" are the texts that were compared.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    inputs: dict[str, Tally]
+    sets: dict[str, Tally] = {}
+
+
+def load_record(folder: Path) -> CorpusRecord:
+    """Reads the record of a data folder; UserError if it was not made by ``m6 data corpus``."""
+    file = folder / RECORD_NAME
+    if not file.is_file():
+        raise UserError(f'{file} does not exist: {folder} was not made by "m6 data corpus"')
+    try:
+        return CorpusRecord.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise UserError(f"{file} is not the record of a corpus: {error.errors()[0]['msg']}") from None
+
+
+def index_held_out(work: Work, unit: int) -> Tally:
+    """Writes the n-grams of the held-out documents of a part, or of a named set: their units follow the parts.
+
+    Returns:
+        The counts of a set.
+
+    Raises:
+        UserError: a file of the set has changed since the plan, or no text can be compared.
+    """
+    ngram_chars = work.recipe.decontamination.ngram_chars
+    tally = Tally()
+    hashes: Iterator[NDArray[np.uint64]]
+    if unit < work.num_parts:
+        is_text = work.plan.kind(work.plan.parts[unit]) == "text"
+        texts = (row.text for row, split in _kept(work, unit, Tally()) if split != "train") if is_text else iter(())
+        hashes = (ngram_hashes(text, ngram_chars) for text in texts)
+    else:
+        named = work.recipe.decontamination.sets[unit - work.num_parts]
+        work.plan.check_set(named)
+        hashes = hashes_of_set(named, ngram_chars, tally)
+    write_index(_index(work, f"{unit:05d}"), hashes)
+    return tally
+
+
+def join_index(work: Work) -> Tally:
+    """Joins the n-grams of the held-out documents of all parts."""
+    parts = (np.load(_index(work, f"{part:05d}")) for part in range(work.num_parts))
+    write_index(_index(work, "joined"), parts)
+    return Tally()
+
+
+def write_part(work: Work, part: int) -> Tally:
+    """Writes the shards of a part; returns what was removed, and what was written."""
+    recipe, name = work.recipe, work.plan.parts[part].input
+    if name in work.plan.sets:
+        return Tally()
+    indexes = {"the validation or test split": read_index(_index(work, "joined"))}
+    for number, named in enumerate(recipe.decontamination.sets, start=work.num_parts):
+        indexes[f"the set {named.name}"] = read_index(_index(work, f"{number:05d}"))
+    tally = Tally()
+    with SplitWriters(_data(work), name, f"{name}-{part:05d}") as writers:
+        for row, split in _kept(work, part, tally):
+            if split == "train" and (found := _contaminated(row, indexes, recipe.decontamination.ngram_chars)):
+                tally.remove("decontamination", f"shares text with {found}", row.id, row.text)
+                continue
+            _count_kept(tally, row)
+            for each in _rows(row, recipe.passage_chars):
+                writers.write(each, split)
+                tally.rows += 1
+    keys: dict[str, Any] = {
+        f"{split}_{name}": values
+        for split, contents in writers.contents.items()
+        for name, values in contents.state().items()
+    }
+    with files.atomic_path(_keys(work, part)) as temporary, temporary.open("wb") as file:
+        np.savez(file, **keys)
+    files.write_json(_entries(work, part), _Splits.dump_python(writers.splits, exclude_none=True))
+    return tally
+
+
+def finish(work: Work) -> Tally:
+    """Writes the manifest and the record, checks the sizes of all shards, and gives the data folder its name.
+
+    Raises:
+        UserError: a shard is missing or has another size.
+        StorageError: the file system does not tell.
+        OSError: there is something else under the name.
+    """
+    data, entries, tallies = _data(work), {}, {}
+    for name in work.plan.inputs:
+        parts = [number for number, part in enumerate(work.plan.parts) if part.input == name]
+        tallies[name] = _joined_tally(work, parts)
+        entries[name] = _describe(work, name, parts, tallies[name])
+    # Their checksums were made of the written files, and are compared where the folder is read.
+    for entry in entries.values():
+        for split in entry.splits.values():
+            check_sizes(data, split.shards)
+    sets = work.recipe.decontamination.sets
+    counts = {named.name: work.tally("held_out", unit) for unit, named in enumerate(sets, start=work.num_parts)}
+    record = CorpusRecord(inputs=tallies, sets=counts)
+    files.write_json(data / RECORD_NAME, record.model_dump(exclude_none=True))
+    Manifest(recipe=work.plan.manifest_recipe(), sources=entries).save(data)
+    files.sync_folder(data)
+    out = work.recipe.out
+    os.replace(data, out)
+    files.sync(out.parent)
+    return Tally()
+
+
+def is_built(out: Path, plan: Plan) -> bool:
+    """Whether ``out`` is the finished corpus of this plan.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    if (out / MANIFEST_NAME).is_file():
+        manifest = Manifest.load(out)
+        origins = {name: entry.origin for name, entry in manifest.sources.items()}
+        planned = {name: entry.origin for name, entry in plan.inputs.items()}
+        if (manifest.recipe, origins) == (plan.manifest_recipe(), planned):
+            return True
+    raise UserError(f"{out} is not empty and is not this corpus; choose another folder or remove it")
+
+
+def _rows(row: Row, passage_chars: int) -> Iterator[Row]:
+    """The rows of the data folder that a document becomes: a picture with its caption, or passages."""
+    if row.image is not None:
+        yield row
+        return
+    for number, passage in enumerate(passages(row.text, passage_chars)):
+        yield replace(row, id=f"{row.id}/{number}", text=passage)
+
+
+def _count_kept(tally: Tally, row: Row) -> None:
+    tally.kept += 1
+    tally.kept_characters += len(row.text)
+    tally.count(KEPT_SAMPLES, row.text)
+    if row.image is not None:
+        tally.sample(KEPT_SAMPLES, row.id, row.text, row.image)
+
+
+def _kept(work: Work, part: int, tally: Tally) -> Iterator[tuple[Row, Split]]:
+    """Yields the kept documents of a part with their split; copies are counted as removed."""
+    planned = work.plan.inputs[work.plan.parts[part].input]
+    recipe = work.recipe
+    rules = SplitRules(recipe.validation_share, recipe.test_share, frozenset(planned.own_splits))
+    with np.load(work.decisions(part)) as decisions:
+        status, kept_part, kept_row = (decisions[name] for name in ("status", "kept_part", "kept_row"))
+    for number, row in enumerate(read_documents(work.documents(part))):
+        if status[number] == KEPT:
+            assert row.group is not None
+            yield row, rules.split(row.group, row.split)
+        else:
+            instead = (int(kept_part[number]), int(kept_row[number]))
+            copy_of = None if instead == (part, number) else instead
+            tally.remove(*REASONS[int(status[number])], row.id, row.text, row.image, copy_of)
+
+
+def _contaminated(row: Row, indexes: dict[str, NDArray[np.uint64]], ngram_chars: int) -> str | None:
+    if row.image is not None:  # pictures of held-out sets are copies: they were removed as such
+        return None
+    hashes = ngram_hashes(row.text, ngram_chars)
+    return next((name for name, index in indexes.items() if shares_ngram(hashes, index)), None)
+
+
+def _joined_tally(work: Work, parts: list[int]) -> Tally:
+    tally = Tally()
+    for part in parts:
+        for stage in ("clean", "write"):
+            tally.add(work.tally(stage, part))
+    for samples in tally.samples.values():
+        for sample in samples:
+            if sample.copy_of is not None:
+                kept = read_document(work.documents(sample.copy_of[0]), sample.copy_of[1])
+                sample.kept_id, sample.kept_text, sample.copy_of = kept.id, kept.text[:SAMPLE_CHARS], None
+                sample.kept_picture = None if kept.image is None else small_picture(kept.image)
+    return tally
+
+
+def _describe(work: Work, name: str, parts: list[int], tally: Tally) -> SourceEntry:
+    contents = {split: Contents() for split in SPLITS}
+    for part in parts:
+        contents["validation"].add_state(_state(work, part, "validation"))
+        contents["test"].add_state(_state(work, part, "test"))
+    known = known_keys([contents["validation"], contents["test"]])
+    for part in parts:
+        contents["train"].add_state(_state(work, part, "train"), known)
+    groups = count_groups(_contents(work, part, split) for part in parts for split in SPLITS)
+    shards: dict[Split, list[Shard]] = {split: [] for split in SPLITS}
+    for part in parts:
+        for split, entry in _Splits.validate_json(_entries(work, part).read_bytes()).items():
+            shards[split] += entry.shards
+    splits = {split: SplitEntry.of(found) for split, found in shards.items()}
+    planned = work.plan.inputs[name]
+    skipped = Counter({f"{stage}: {why}": n for stage, reasons in tally.removed.items() for why, n in reasons.items()})
+    return describe_source(
+        planned.kind, planned.own_splits, planned.origin, splits, contents, groups, skipped, tally.unread
+    )
+
+
+def _state(work: Work, part: int, split: Split) -> dict[str, NDArray[Any]]:
+    """What a part wrote to a split, for ``Contents``."""
+    with np.load(_keys(work, part)) as keys:
+        return {name: keys[f"{split}_{name}"] for name in ("keys", "signatures")}
+
+
+def _contents(work: Work, part: int, split: Split) -> Contents:
+    contents = Contents()
+    contents.add_state(_state(work, part, split))
+    return contents
+
+
+def _data(work: Work) -> Path:
+    return work.folder / "data"
+
+
+def _index(work: Work, name: str) -> Path:
+    return work.folder / "held_out" / f"{name}.npy"
+
+
+def _keys(work: Work, part: int) -> Path:
+    return work.folder / "write" / f"{part:05d}.npz"
+
+
+def _entries(work: Work, part: int) -> Path:
+    return work.folder / "write" / f"{part:05d}.json"

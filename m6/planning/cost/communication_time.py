@@ -1,0 +1,401 @@
+"""Seconds in which ranks exchange tokens of experts and parts of divided matrices, sum gradients, and gather weights.
+
+The collectives of divided matrices are those of ``m6/model/tensor``; its tests count them. Computation may hide a part
+of the exchange of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from m6.architecture.received import side
+from m6.config.communication import CommunicationSettings
+from m6.config.run import RunConfig
+from m6.planning.cost.compute_time import ComputeTime, core_share, device_bandwidth, sizes_of
+from m6.planning.cost.gradient_bytes import is_compressed, messages
+from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.memory import MemoryModel
+from m6.planning.cost.parameter_counts import ParameterCounts
+from m6.planning.cost.precision import FP32
+from m6.planning.cost.work import BlockWork, RoutedRows
+from m6.planning.machine.cluster import (
+    Nodes,
+    RankGroup,
+    collective_s,
+    contiguous_group,
+    latency_of,
+    rate,
+    strided_group,
+)
+from m6.planning.machine.profile import Profile
+from moe import MoEConfig
+from moe.exchange_traffic import StepTraffic, exchange_traffic
+from moe.overlap_clock import span, span_of_turns
+
+Collective = Callable[[Literal["all_reduce", "all_gather"], float, RankGroup], float]
+
+
+"""Seconds of a collective of a group; of an all-gather by the bytes of its output. A reduce-scatter takes as long."""
+
+
+def tensor_block_s(
+    layout: ParallelLayout, tokens: int, hidden: int, inner: int, width: int, nodes: Nodes, collective: Collective
+) -> float:
+    """Seconds of one dense block for one micro-batch, forward and backward, and forward again with checkpointing.
+
+    Args:
+        tokens: of the micro-batch.
+        hidden, inner: sizes of the feed-forward.
+        width: bytes of an element.
+    """
+    group = contiguous_group(layout.tp_size, nodes)
+    passes = 3 if layout.checkpointing else 2
+    # Attention, and a feed-forward in 1-D: a sum of outputs forward, and of the inputs' gradients backward.
+    reduced = passes * collective("all_reduce", tokens * hidden * width, group)
+    if layout.placement == "1d" or layout.placement == "megatron":
+        return 2 * reduced
+    # The whole hidden states around the feed-forward: gathered outputs forward, gathered gradients backward, and the
+    # gradients of both biases.
+    around = passes * collective("all_gather", tokens * hidden * width, group)
+    around += collective("all_reduce", inner * width, group) + collective("all_reduce", hidden * width, group)
+    q = side(layout.placement, layout.tp_size)
+    assert q is not None
+    row, matrix = tokens * width, hidden * inner * width
+    forward_passes = passes - 1
+    if layout.placement == "2d":
+        # Of each product both operands are gathered, again in the backward pass, where both gradients are summed up.
+        operands = collective("all_gather", row * (hidden + inner) / q, strided_group(q, 1, nodes))
+        operands += 2 * collective("all_gather", matrix / q, strided_group(q, q, nodes))
+        return reduced + around + (forward_passes + 2) * operands
+    # The same on a cube, and results are summed up forward and gathered backward. What is the input of one product lies
+    # along the same axis as the result of the other.
+    operands = results = 0.0
+    for inputs, outputs, along_inputs, along_outputs in ((hidden, inner, q, 1), (inner, hidden, 1, q)):
+        operands += collective("all_gather", row * inputs / q**2, strided_group(q, along_inputs, nodes))
+        operands += collective("all_gather", matrix / q**2, strided_group(q, q * q, nodes))
+        results += collective("all_gather", row * outputs / q**2, strided_group(q, along_outputs, nodes))
+    return reduced + around + (forward_passes + 2) * operands + (forward_passes + 1) * results
+
+
+# Bytes that choosing, copying and keeping move in device memory for each compressed element, by the operators of
+# m6/training/reduction: at least, because the k largest elements are found in several passes. Not measured on a GPU.
+_MOVED_BYTES = {"top_k": 48, "chunks": 64, "powersgd": 56}
+
+
+class ReductionTime:
+    """Prices what DeepSpeed's parameters take; experts of ``m6.offload`` are not among them."""
+
+    def __init__(self, config: RunConfig, memory: MemoryModel, nodes: Nodes, profile: Profile) -> None:
+        self._settings, self._memory, self._nodes, self._profile = config.m6.communication, memory, nodes, profile
+
+    def __call__(self, layout: ParallelLayout, passes: int, counts: ParameterCounts | None = None) -> float:
+        """Seconds of a step. Stages 0 and 1 reduce once a step, 2 and 3 for every micro-batch (DeepSpeed 0.19.8).
+
+        Args:
+            counts: of the rank; None: of the fullest one.
+        """
+        counts = (counts or self._memory.counts(layout)).divided(layout)
+        stage, width = layout.zero_stage, self._memory.precision.weights
+        everyone, replicas = all_replicas(layout, self._nodes), expert_replicas(layout, self._nodes)
+        parts = ((counts.local - counts.experts, everyone), (counts.experts, replicas))
+        if stage == 3:
+            # Weights are gathered for the forward and for the backward pass; a reduce-scatter costs as much.
+            return sum(3 * passes * self._collective("all_gather", numel * width, group) for numel, group in parts)
+        seconds = self.gradients(layout, passes, self._settings, counts)
+        seconds += self._summed(counts.experts, replicas, stage, passes)
+        if stage > 0:
+            seconds += sum(self._collective("all_gather", numel * width, group) for numel, group in parts)
+        return seconds
+
+    def gradients(
+        self,
+        layout: ParallelLayout,
+        passes: int,
+        settings: CommunicationSettings,
+        counts: ParameterCounts | None = None,
+    ) -> float:
+        """Seconds of a step for gradients that all ranks have, after the warm-up of the density; not at stage 3.
+
+        Args:
+            counts: of the rank, divided by tensor parallelism; None: of the fullest one.
+        """
+        everyone = all_replicas(layout, self._nodes)
+        if not settings.compresses:
+            counts = counts or self._memory.counts(layout).divided(layout)
+            return self._summed(counts.local - counts.experts, everyone, layout.zero_stage, passes)
+        ranks, tensors = layout.dp_size, self._memory.shared_gradients(layout)
+        found = messages(tensors, settings, settings.density_of(settings.warmup_steps), ranks)
+        moved = sum(tensor.numel for tensor in tensors if is_compressed(tensor, settings))
+        # An all-gather's output is the contributions of all ranks together.
+        sent = self._collective("all_reduce", found.all_reduced, everyone)
+        sent += self._collective("all_gather", found.gathered * ranks, everyone)
+        copies = moved * _MOVED_BYTES[settings.gradients] / device_bandwidth(self._nodes, self._profile)
+        return (sent + copies) / layout.tp_size
+
+    def _summed(self, numel: int, group: RankGroup, stage: int, passes: int) -> float:
+        # A bucket has partitions of several ranks, so that stages 1 and 2 all-reduce it, too.
+        width = FP32 if stage == 0 else self._memory.precision.weights
+        return (passes if stage == 2 else 1) * self._collective("all_reduce", numel * width, group)
+
+    def _collective(self, kind: Literal["all_reduce", "all_gather"], num_bytes: float, group: RankGroup) -> float:
+        return collective_s(kind, num_bytes, group, self._nodes, self._profile) / core_share(self._nodes)
+
+
+def all_replicas(layout: ParallelLayout, nodes: Nodes) -> RankGroup:
+    """The ranks that have the same dense parameters."""
+    return strided_group(layout.dp_size, layout.tp_size, nodes)
+
+
+def expert_replicas(layout: ParallelLayout, nodes: Nodes) -> RankGroup:
+    """The ranks that have the same experts."""
+    return strided_group(layout.dp_size // layout.ep_size, layout.ep_size * layout.tp_size, nodes)
+
+
+# Libraries start the messages to all peers together: each further one is assumed to take a tenth of the first latency.
+_MESSAGE = 0.1
+
+
+@dataclass(frozen=True)
+class RoutingTime:
+    """Seconds of the exchanges of tokens.
+
+    Attributes:
+        exposed: in which computation waits for them.
+        hidden: in which computation runs beside them.
+    """
+
+    exposed: float = 0.0
+    hidden: float = 0.0
+
+    def __add__(self, other: RoutingTime) -> RoutingTime:
+        return RoutingTime(self.exposed + other.exposed, self.hidden + other.hidden)
+
+    def __mul__(self, times: float) -> RoutingTime:
+        return RoutingTime(self.exposed * times, self.hidden * times)
+
+
+class _Hops(NamedTuple):
+    """Seconds of a layer's exchanges.
+
+    Attributes:
+        numbers: of all numbers.
+        there: of rows towards the experts, hop by hop.
+        back: of rows back.
+        links: 1 for hops to the experts through the network, 0 for those inside of a node.
+    """
+
+    numbers: float
+    there: list[float]
+    back: list[float]
+    links: list[int]
+
+
+class RoutingTimes:
+    """Prices the exchanges of layers with the settings ``moe`` in groups of ``ep_size`` ranks.
+
+    Args:
+        factor: multiplies the seconds of exchanges: the profile's, divided by a rank's share of a core.
+    """
+
+    def __init__(self, moe: MoEConfig, ep_size: int, nodes: Nodes, profile: Profile, factor: float) -> None:
+        self.moe, self.ep_size, self.nodes, self.profile, self.factor = moe, ep_size, nodes, profile, factor
+
+    def __call__(self, routed: RoutedRows, experts: float, shared: float, passes: int) -> RoutingTime:
+        """Seconds of one layer and micro-batch.
+
+        Args:
+            experts: seconds of the experts in a forward pass, which a backward pass takes twice.
+            shared: the same of the shared experts.
+            passes: the cost of all passes in forward passes, see ``TimeModel``.
+        """
+        forward, backward = (self._pass(routed, experts, shared, backward) for backward in (False, True))
+        return forward * (passes - 2) + backward
+
+    def in_turns(
+        self,
+        routed: RoutedRows,
+        experts: float,
+        beside: float,
+        num_layers: int,
+        at_once: int,
+        deferred: float = 0.0,
+    ) -> RoutingTime:
+        """Seconds of one micro-batch in all layers if ``at_once`` of them take turns, forward and backward.
+
+        Args:
+            experts: as above.
+            beside: seconds of all else that is computed for a layer in a forward pass, and twice in a backward pass.
+            deferred: seconds of gradients, a part of what is computed beside in the backward pass, that may wait.
+        """
+        forward = self._turns(routed, experts, beside, num_layers, at_once, False)
+        return forward + self._turns(routed, experts, beside, num_layers, at_once, True, deferred)
+
+    def in_turns_of_layers(
+        self, routed: RoutedRows, experts: float, beside: float, num_layers: int, at_once: int
+    ) -> RoutingTime:
+        """The same with activation checkpointing: they take turns in each layer alone, and forward passes run twice."""
+        forward, backward = (
+            self._turns(routed, experts, beside, 1, at_once, is_backward) for is_backward in (False, True)
+        )
+        return (forward * 2 + backward) * num_layers
+
+    def _turns(
+        self,
+        routed: RoutedRows,
+        experts: float,
+        beside: float,
+        num_layers: int,
+        at_once: int,
+        backward: bool,
+        deferred: float = 0.0,
+    ) -> RoutingTime:
+        hops, times = self._hops(routed, backward, parts=1), 2 if backward else 1
+        numbers = num_layers * hops.numbers
+        if self.nodes.links.host is None:
+            return RoutingTime(numbers + num_layers * (sum(hops.there) + sum(hops.back)))
+        seconds = (hops.there, times * experts, hops.back, at_once, num_layers, times * beside)
+        found = span_of_turns(*seconds, backward, hops.links, deferred)
+        return RoutingTime(numbers + found.exposed / at_once, found.hidden / at_once)
+
+    def _pass(self, routed: RoutedRows, experts: float, shared: float, backward: bool) -> RoutingTime:
+        parts, once = self.moe.overlap_parts, (2 if backward else 1) / self.moe.overlap_parts
+        hops = self._hops(routed, backward, parts)
+        if self.nodes.links.host is None:  # a CPU: its cores also run the exchanges
+            return RoutingTime(hops.numbers + parts * (sum(hops.there) + sum(hops.back)))
+        found = span(hops.there, once * experts, hops.back, parts, once * shared, backward, hops.links)
+        return RoutingTime(hops.numbers + found.exposed, found.hidden)
+
+    def _hops(self, routed: RoutedRows, backward: bool, parts: int) -> _Hops:
+        """Seconds of the exchanges of one of ``parts`` parts, and of all their numbers."""
+        steps = exchange_traffic(
+            self.moe, self.ep_size, routed.tokens, routed.pairs, self.nodes.devices_per_domain, backward
+        )
+        numbers = sum(self._seconds(step, step.number_bytes, 0 if backward else parts) for step in steps)
+        back = [self._seconds(step, step.rows * routed.from_experts, parts) / parts for step in reversed(steps)]
+        there = [
+            self._seconds(
+                step,
+                step.rows * routed.to_experts + step.other_bytes - step.number_bytes,
+                step.collectives - (1 if backward else 2) * parts,
+            )
+            / parts
+            for step in steps
+        ]
+        return _Hops(numbers, there, back, [int(step.near_peers < step.peers) for step in steps])
+
+    def _seconds(self, step: StepTraffic, num_bytes: float, collectives: int) -> float:
+        """Seconds of a share of a step. What stays in the node and what leaves it are taken to follow each other."""
+        crosses = step.near_peers < step.peers
+        measured = self.profile.collective_line("all_to_all", "network" if crosses else "device", step.peers + 1)
+        if measured is not None:
+            latency, per_byte = measured
+            # The measured sizes include the part that a rank keeps.
+            return self.factor * (collectives * latency + num_bytes * (1 + 1 / step.peers) * per_byte)
+        links, near = self.nodes.links, num_bytes * step.near_peers / step.peers
+        inside = rate(links.device, 1, self.profile)
+        between = rate(links.network, self.nodes.devices_per_node, self.profile)
+        latency = latency_of(links.network if crosses else links.device)
+        messages = collectives * latency * (1 + _MESSAGE * step.peers)
+        return self.factor * (messages + near / inside + (num_bytes - near) / between)
+
+
+class ExchangeTime:
+    """Prices the exchanges of one run's micro-batches on one type of devices.
+
+    Args:
+        memory: of the same run; it says what a micro-batch has in it.
+        compute: of the same devices, beside which exchanges run.
+        collective: seconds of one collective.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        memory: MemoryModel,
+        nodes: Nodes,
+        profile: Profile,
+        compute: ComputeTime,
+        collective: Collective,
+    ) -> None:
+        self._memory, self._nodes, self._profile = memory, nodes, profile
+        self._compute, self._collective = compute, collective
+        self._model = config.model
+        self._moe = None if config.m6.moe is None else config.model.moe_config()
+        self._found: dict[tuple[int | bool | str, ...], RoutingTime] = {}
+        self._ways: dict[tuple[int | bool | str, ...], int] = {}
+
+    def __call__(self, layout: ParallelLayout) -> float:
+        """Seconds of one micro-batch in all layers that computation does not hide."""
+        tensor = sum(self._tensor_s(work, layout) * count for work, count in self._compute.work(layout))
+        return tensor + self.routing(layout).exposed
+
+    def of_block(self, work: BlockWork, layout: ParallelLayout) -> float:
+        """The same of one block."""
+        return self._tensor_s(work, layout) + self._routing_of(work, layout).exposed
+
+    def _tensor_s(self, work: BlockWork, layout: ParallelLayout) -> float:
+        """Seconds in which a tensor group sums up or gathers what its ranks have of one block."""
+        if layout.tp_size == 1 or not work.recomputed:
+            return 0.0
+        batch, model = self._memory.batch_of(layout), self._model
+        tokens, width = batch.rows * batch.sequence_length, self._memory.precision.compute
+        sizes = (tokens, model.hidden_size, model.ffn_hidden_size, width)
+        seconds = tensor_block_s(layout, *sizes, self._nodes, self._collective)
+        return seconds * self._profile.factor("exchange")
+
+    def routing(self, layout: ParallelLayout) -> RoutingTime:
+        """Seconds in which all layers bring the tokens of a micro-batch to experts on other ranks and back."""
+        key = (*sizes_of(layout), layout.ranks_per_node, layout.micro_batches_at_once)
+        if key not in self._found:
+            alone = (self._routing_of(work, layout) * count for work, count in self._compute.work(layout))
+            in_turns = layout.micro_batches_at_once > 1
+            self._found[key] = self._in_turns(layout) if in_turns else sum(alone, RoutingTime())
+        return self._found[key]
+
+    def _in_turns(self, layout: ParallelLayout) -> RoutingTime:
+        """The same for a micro-batch that takes turns with others."""
+        blocks = [(work, count) for work, count in self._compute.work(layout) if work.recomputed]
+        sparse, count = next((work, count) for work, count in blocks if work.routed is not None)
+        assert sparse.routed is not None
+        passes, experts = self._compute.passes(sparse, layout), self._compute.block(sparse, layout).experts
+        router, at_once = self._router(layout), layout.micro_batches_at_once
+        if layout.checkpointing:
+            beside = self._compute.block(sparse, layout).compute - experts
+            return router.in_turns_of_layers(sparse.routed, experts / passes, beside / passes, count, at_once)
+        # Dense blocks between sparse ones are computed beside exchanges, too.
+        beside = sum(self._compute.block(work, layout).compute * number for work, number in blocks) / count - experts
+        products = ((product, number) for work, number in blocks for product in work.deferred)
+        deferred = sum(self._compute.matmul_s(product) * number for product, number in products) / count
+        deferred *= self._profile.factor("matmul")
+        return router.in_turns(sparse.routed, experts / passes, beside / passes, count, at_once, deferred)
+
+    def _routing_of(self, work: BlockWork, layout: ParallelLayout) -> RoutingTime:
+        """The same of one block, for a micro-batch that takes no turns."""
+        if work.routed is None:
+            return RoutingTime()
+        passes = self._compute.passes(work, layout)
+        shared = sum(self._compute.matmul_s(product) for product in work.shared) * self._profile.factor("matmul")
+        return self._router(layout)(work.routed, self._compute.block(work, layout).experts / passes, shared, passes)
+
+    def _router(self, layout: ParallelLayout) -> RoutingTimes:
+        assert self._moe is not None
+        moe = replace(self._moe, ranks_per_node=layout.ranks_per_node or None)
+        factor = self._profile.factor("exchange") / core_share(self._nodes)
+        return RoutingTimes(moe, layout.ep_size, self._nodes, self._profile, factor)
+
+    def faster(self, layout: ParallelLayout) -> ParallelLayout:
+        """The layout with the faster exchange of tokens, flat or node first. What the run's JSON says of it is kept."""
+        per_node = self._nodes.devices_per_domain
+        if self._moe is None or layout.ep_size == 1:
+            return layout
+        if self._moe.ranks_per_node is not None:
+            return replace(layout, ranks_per_node=self._moe.ranks_per_node)
+        if layout.ep_size <= per_node or layout.ep_size % per_node:
+            return layout
+        key = (*sizes_of(layout), layout.micro_batches_at_once)
+        if key not in self._ways:
+            ways = [replace(layout, ranks_per_node=ranks) for ranks in (0, per_node)]
+            self._ways[key] = min(ways, key=self).ranks_per_node
+        return replace(layout, ranks_per_node=self._ways[key])

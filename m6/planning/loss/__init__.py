@@ -1,1 +1,0 @@
-"""What a run of a given size and length is predicted to learn."""
