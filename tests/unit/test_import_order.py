@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LEVELS = {
     "m6": (
         {"decoding", "errors"},
-        {"colours", "files", "fonts", "formatting", "shipped", "validation"},
+        {"colours", "files", "fonts", "formatting", "shipped"},
+        {"validation"},
         {"architecture", "lock"},
         {"tokenizers"},
         {"model"},
@@ -37,6 +38,7 @@ LEVELS = {
     ),
     "m6.planning": (
         {"machine", "loss", "routed"},
+        {"recipes"},
         {"cost"},
         {"search"},
         {"booking", "reports", "prediction", "replan"},
