@@ -39,7 +39,7 @@ _SEED_STRIDE = (
 def micro_batch_number(dims: ParallelDims, accumulation: int, step: int, index: int, ranks_per_part: int = 1) -> int:
     """Returns the global number of a rank's micro-batch in a step.
 
-    Each rank has a contiguous part of a step, so that it reads few lanes of the sources (m6/data/mixture.py). A step
+    Each rank has a contiguous part of a step, so that it reads few lanes of the sources (m6/data/order.py). A step
     has the same micro-batches on any number of ranks. The ranks of a pipeline have the same ones.
 
     Args:
