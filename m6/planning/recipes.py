@@ -85,7 +85,7 @@ def recipes_report(recipes: Sequence[PricedRecipe], asked: Sequence[Budget]) -> 
     notes += [f"{recipe.name} fits on no part of the cluster: {recipe.reason}" for recipe in recipes if recipe.reason]
     verdicts = [_verdict(*pair) for pair in zip(asked, found, strict=True)]
     verdicts += [
-        f"{recipe.name} is worth its GPUs at none of these budgets."
+        f"{recipe.name} ends lowest at none of these budgets."
         for recipe in recipes
         if recipe.step_s and recipe.name not in winners
     ]

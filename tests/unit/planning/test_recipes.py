@@ -48,7 +48,7 @@ def test_the_verdict_names_the_lowest_and_all_whose_intervals_overlap():
     assert lowest([recipe("m6_base")], budget) is None
     text = recipes_report([slow, fast, recipe("m6_base")], [budget])
     assert f"- 0.01 GPU-days: **m6_cpu** ends lowest, {least};" in text
-    assert "- m6_smoke is worth its GPUs at none of these budgets." in text
+    assert "- m6_smoke ends lowest at none of these budgets." in text
     assert "m6_base fits on no part of the cluster: the experts do not fit" in text
     assert "| m6_base † |" in text  # AdamW and a cosine, of which the law has no runs
     assert "| does not fit |  |" in text
