@@ -1,4 +1,4 @@
-"""``python -m m6``: the same as the command ``m6``, for launchers that start a module."""
+"""``python -m m6``: the same as the command ``m6``, for launchers of modules."""
 
 from m6.cli.main import main
 

@@ -1,13 +1,13 @@
-"""Colours of pictures in one form, whatever their files hold."""
+"""Converts the colours of images to one form, whatever their files hold."""
 
 import numpy as np
 from PIL import Image
 
 
 def to_rgba(image: Image.Image) -> Image.Image:
-    """Converts a picture to RGBA, 16 bits of grey to 8.
+    """Converts an image to RGBA, and 16 bits of grey to 8.
 
-    Pillow alone would make white of all levels above 255.
+    Pillow itself would turn all levels above 255 into white.
 
     Raises:
         ValueError: the greatest level is not known, as with 32 bits of grey.

@@ -1,16 +1,16 @@
-"""The ways to draw image codes, and the temperature."""
+"""The decoding methods for image codes, and the sampling temperature."""
 
 from typing import Literal
 
 Decoding = Literal["masked", "left_to_right"]
-"""All codes at once in several passes, or one after the other."""
+"""Masked decoding fills all codes in several passes; ``left_to_right`` generates one code after the other."""
 TEMPERATURE = 0.9
-"""Of drawing, unless a model or a caller names another; that of all published drawings."""
-_LARGEST = 1000.0  # divided by less than its inverse, logits could overflow
+"""The default sampling temperature, also of all published drawings."""
+_LARGEST = 1000.0  # temperatures below its inverse could make logits overflow
 
 
 def temperature_refusal(value: object) -> str | None:
-    """Why a value is no temperature to draw with; None if it is one."""
+    """The reason to refuse a value as sampling temperature; None if it is valid."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return _expected(value)
     return None if value == 0 or 1 / _LARGEST <= value <= _LARGEST else _expected(value)

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 class UserError(ValueError):
     """A mistake in a configuration, a path or a command.
 
-    The command line prints its message, which is one line, without a traceback and exits with code 2.
+    The command line prints the message, one line without a traceback, and exits with code 2.
     """
 
     def __str__(self) -> str:
-        # Messages quote what the user wrote, which may hold line breaks and control characters of terminals.
+        # Messages quote the user's input. It may hold line breaks and control characters of terminals.
         text = super().__str__()
         if text.isprintable():
             return text
@@ -19,13 +19,13 @@ class UserError(ValueError):
 
 
 class RetryableError(UserError):
-    """Unlike after other user errors, a later attempt may succeed."""
+    """An error outside of the user's configuration: a later attempt may succeed."""
 
 
 class StorageError(RetryableError):
     """A failed write or read, such as on a full disk.
 
-    A file that is missing, or was read and is damaged, is another error: a later attempt would find the same.
+    A missing or damaged file is another error, since a later attempt would find it again.
     """
 
 

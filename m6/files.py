@@ -16,18 +16,18 @@ from typing import Any
 from m6.errors import StorageError, UserError
 
 _MISSING = (FileNotFoundError, NotADirectoryError)
-# A string, in which // is no comment; a comment to the end of the line; a comment of several lines.
+# A string (its // is no comment); a comment to the end of the line; a comment of several lines.
 _STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
 def without_comments(text: str) -> str:
-    """JSON whose ``//`` and ``/* */`` comments are blanks, so that a mistake is found at its line and column."""
+    """Replaces ``//`` and ``/* */`` comments of a JSON text by blanks, so parse errors keep their line and column."""
     return _STRING_OR_COMMENT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds ``path`` to an OSError that names no file, such as that of a full disk."""
+    """Adds ``path`` to an OSError without a file name, such as for a full disk."""
     try:
         yield
     except OSError as error:
@@ -38,9 +38,9 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns an OSError, as of a lost file server, into a StorageError: ``path`` may be whole, and read another time.
+    """Turns an OSError into a StorageError: the file server may be lost and ``path`` intact, so a later read may work.
 
-    That of a missing file stays, and one without a number, which is how pyarrow tells of a damaged file.
+    Two kinds of OSError stay: for a missing file, and without an errno, since pyarrow raises these for damaged files.
     """
     try:
         yield
@@ -51,9 +51,9 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def check_readable(*paths: Path) -> None:
-    """Reads files of at most some MB before a library does that cannot tell a lost file server from a damaged file.
+    """Reads files of at most some MB, before a library reads them and takes a lost file server for a damaged file.
 
-    What is missing is left to the library.
+    Missing files are left to the library.
 
     Raises:
         StorageError: a file cannot be read.
@@ -64,28 +64,28 @@ def check_readable(*paths: Path) -> None:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Returns the lines of a text file in UTF-8, which may begin with a byte order mark.
+    """Returns the lines of a text file in UTF-8, with or without a byte order mark.
 
     Raises:
         UserError: the file cannot be read, or has another encoding.
     """
     try:
-        # Not splitlines, which also cuts at characters that may stand inside of a line, such as U+2028.
+        # Not splitlines: it also cuts at characters inside of a line, such as U+2028.
         return path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a readable text file: {error}") from None
 
 
 def read_note(path: Path) -> str:
-    """Returns what a short file says that a person may have written, without white space around it, in any encoding."""
+    """Returns the stripped text of a short file. A person may have written it, so any encoding is accepted."""
     return path.read_bytes().decode("utf-8", "backslashreplace").strip()
 
 
 def parse_object(content: bytes | str) -> dict[str, Any]:
-    """Parses a JSON object of this project's own files, which may be damaged.
+    """Parses a JSON object from one of this project's own files.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the content is damaged: no JSON, or no object.
     """
     try:
         value = json.loads(content)
@@ -109,15 +109,15 @@ def atomic_path(path: Path, mode: int = 0o666) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     # rename(2) is atomic only within one file system, so the temporary file is made in the same folder.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    # The kernel applies the umask to the mode. A process can only read its umask by setting it, and two threads that do
-    # so at once may leave it at 0.
+    # The kernel applies the umask to the mode. A process can only read its umask by setting it, and two threads doing
+    # this at once may leave it at 0.
     descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL, mode)
     permissions = stat.S_IMODE(os.fstat(descriptor).st_mode)
     os.close(descriptor)
     try:
         with naming(path):
             yield temporary
-            os.chmod(temporary, permissions)  # safetensors replaces the file by one that only its owner may read
+            os.chmod(temporary, permissions)  # safetensors replaces the file, and only its owner may read the new one
             # The content must be on the disk before the rename, or a crash could leave an empty file under the name.
             sync(temporary)
             os.replace(temporary, path)
@@ -127,7 +127,7 @@ def atomic_path(path: Path, mode: int = 0o666) -> Iterator[Path]:
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Returns why no file can be made in a folder, which may not exist yet; None if one can."""
+    """Returns why no file can be made in a folder, existing or not; None if one can."""
     # The first existing parent decides whether it can be created.
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
@@ -176,10 +176,14 @@ def write_json(path: Path, value: Any, mode: int = 0o666) -> None:
 
 
 def cut_lines_after(path: Path, step: int) -> list[int]:
-    """Removes the lines of a JSON Lines file whose ``step`` is greater than ``step``, and an incomplete last line.
+    """Removes the lines of later steps and an incomplete last line from a JSON Lines file.
 
-    Other lines that are not JSON objects with a step are damaged. They are moved to ``NAME.damaged`` in the same
+    Other lines are damaged if they are no JSON objects with a step. They are moved to ``NAME.damaged`` in the same
     folder. A missing file stays missing.
+
+    Args:
+        path: the file.
+        step: the last step to keep.
 
     Returns:
         The numbers of the damaged lines, from 1.
@@ -193,7 +197,7 @@ def cut_lines_after(path: Path, step: int) -> list[int]:
             if parse_object(line)["step"] <= step:
                 kept.append(line if line.endswith(b"\n") else line + b"\n")
         except (ValueError, KeyError, TypeError):
-            if line.endswith(b"\n"):  # a line that a crash cut off has no line break and is dropped
+            if line.endswith(b"\n"):  # a line cut off by a crash has no line break and is dropped
                 damaged[number] = line
     if damaged:
         with path.with_name(f"{path.name}.damaged").open("ab") as file:
@@ -215,11 +219,11 @@ def sha256(path: Path) -> str:
 def cache_folder() -> Path:
     """Returns the cache folder of this project: ``$XDG_CACHE_HOME/m6-recipes`` or ``~/.cache/m6-recipes``.
 
-    A user without HOME and without an entry in passwd, as in containers with users of any number, has a folder in the
-    temporary folder that nobody else can write.
+    A user may have neither HOME nor an entry in passwd, for example in containers with arbitrary user ids. The cache is
+    then a folder in the temporary folder, writable by this user only.
 
     Raises:
-        UserError: that folder is another user's.
+        UserError: the folder in the temporary folder belongs to another user.
     """
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given) / "m6-recipes"

@@ -1,4 +1,4 @@
-"""The font of Chinese text in plots and in grids of pictures."""
+"""The font of Chinese text in plots and in grids of images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @functools.cache
 def chinese_font() -> Path | None:
-    """Returns the file of Noto Sans SC, which has Chinese and Latin glyphs; None, said once on stderr, without it."""
+    """Returns the file of Noto Sans SC with Chinese and Latin glyphs; None, with one warning, if it is missing."""
     try:
         from pylopdf_fonts_zh_cn import sans_path
     except ImportError:

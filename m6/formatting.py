@@ -23,7 +23,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: 
 
 
 def perplexity(nats: float) -> float:
-    """The exponential of a loss; infinite where no float holds it."""
+    """The exponential of a loss; infinite if it overflows."""
     try:
         return math.exp(nats)
     except OverflowError:
@@ -45,5 +45,5 @@ def format_bytes(number: float) -> str:
 
 
 def format_mib(number: float) -> str:
-    """Formats a number of bytes in MiB, for values that are compared with each other."""
+    """Formats a number of bytes in MiB, so values are easy to compare."""
     return f"{number / 2**20:,.1f} MiB"

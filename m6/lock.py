@@ -1,10 +1,10 @@
-"""One owner for each folder that is written: a lock that ends with its process.
+"""Locks of folders: each folder has at most one writing process.
 
-The lock is a POSIX record lock (``fcntl``): the kernel frees it when the process ends, however that happens, and the
-worker processes of a trainer do not hold it. Between nodes it works where the file system shares such locks: NFS 4,
-NFS 3 with its lock daemon, GPFS, and Lustre mounted with ``flock``. Where a file system shares them only inside of a
-node, such as Lustre with ``localflock``, the lock protects against processes of the same node. Where there are no
-locks at all, the owner is told.
+The lock is a POSIX record lock (``fcntl``): the kernel frees it at every kind of exit of the process, and the worker
+processes of a trainer do not hold it. Between nodes it works if the file system shares such locks: NFS 4, NFS 3 with
+its lock daemon, GPFS, and Lustre mounted with ``flock``. If a file system shares them only inside of a node, such as
+Lustre with ``localflock``, the lock protects against processes of the same node. Without any locks the owner gets a
+warning.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _POLL_S = 1.0
 
 
 class FolderInUse(StorageError):
-    """Another process writes the folder; it may have ended at the next attempt."""
+    """Another process writes the folder. It may have ended before the next attempt."""
 
 
 class FolderLock:
     """The right to write a folder.
 
     Args:
-        file: the lock file, in the folder or beside it; it goes when the lock is released.
-        folder: what the lock protects, for messages.
+        file: the lock file, in the folder or next to it; it is removed with the release of the lock.
+        folder: the protected folder, for messages.
     """
 
     def __init__(self, file: Path, folder: Path) -> None:
@@ -50,7 +50,7 @@ class FolderLock:
         """Takes the lock, or says who has it.
 
         Args:
-            patience_s: how long to wait, in seconds, for another process that holds it.
+            patience_s: how long to wait for another owner, in seconds.
 
         Raises:
             FolderInUse: another process holds the lock.
@@ -104,7 +104,7 @@ class FolderLock:
     def release(self) -> None:
         """Gives the lock back; does nothing if it is not held."""
         if self._descriptor is not None:
-            # Removed while it is still locked: who opened it before notices, and opens it again.
+            # Removed while still locked: another process with the old file open notices it and opens the new file.
             self._file.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = None
@@ -119,14 +119,14 @@ class FolderLock:
 
 @contextlib.contextmanager
 def new_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """Yields a folder beside ``path``; on success it is synced and gets this name, after an exception it is removed.
+    """Yields a temporary folder; on success it is synced and renamed to ``path``, after an exception it is removed.
 
-    A process that was killed leaves ``NAME.partial-PID``, or, between two renames, the old folder as
-    ``NAME.replaced-PID``. The next one that writes ``path`` removes the first and gives the second its name again.
+    A killed process leaves ``NAME.partial-PID``, or, between two renames, the old folder as ``NAME.replaced-PID``. The
+    next writer of ``path`` removes the first and renames the second back.
 
     Args:
-        path: a folder that does not exist or is empty at the end.
-        replaces: whether it may also be an older folder, which then stays until the new one is on the disk.
+        path: a folder to make. At the end it must be missing or empty.
+        replaces: whether ``path`` may be an older folder. It then stays until the new one is on the disk.
 
     Raises:
         FolderInUse: another process writes ``path``.
@@ -156,7 +156,7 @@ def new_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
 
 
 def _left_behind(path: Path, state: str) -> list[Path]:
-    """What killed processes left beside ``path``."""
+    """Folders next to ``path``, left by killed processes."""
     found = path.parent.glob(f"{glob.escape(path.name)}.{state}-*")
     return [folder for folder in found if folder.name.rpartition("-")[2].isdigit()]
 

@@ -1,4 +1,4 @@
-"""The JSON files that come with the package, by name, such as configurations of runs."""
+"""The JSON files in the package, by name, such as configurations of runs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _FOLDERS: dict[Kind, tuple[str, ...]] = {
 
 
 def shipped_file(path: Path, kind: Kind) -> Path:
-    """Returns ``path``, or the shipped file that it names.
+    """Returns ``path``, or the shipped file of this name.
 
-    A name without folder and suffix, such as ``m6_smoke``, is that of a shipped file, unless there is a file of that
-    name.
+    A name without folder and suffix, such as ``m6_smoke``, stands for a shipped file, unless a file ``m6_smoke``
+    exists.
 
     Raises:
-        UserError: nothing of that kind has the name; or ``path`` is missing and a shipped file has its name.
+        UserError: no shipped file of this kind has the name; or ``path`` is missing and a shipped file has its name.
     """
     if path.is_file():
         return path

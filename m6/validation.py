@@ -22,8 +22,8 @@ Model = TypeVar("Model", bound=BaseModel)
 _SHOWN_CHARACTERS = 80
 _LISTED_KEYS = 10
 MAX_NUMBER = 1e18
-"""No size, count or rate of a run comes near; larger numbers overflow where they are used."""
-# pydantic adds the member of a union that it tried to the location of an error. These are the plain names of members.
+"""Far above any size, count or rate of a run; larger numbers would overflow in their use."""
+# pydantic adds the tried member of a union to the location of an error. These are the plain names of members.
 _UNION_MEMBERS = ("float", "constrained-float")
 
 
@@ -34,7 +34,7 @@ class Section(BaseModel):
 
 
 def validate(model: type[Model], value: Any, where: str, *, strict: bool = True) -> Model:
-    """Validates a value that was parsed from JSON and returns it as a ``model``.
+    """Validates a parsed JSON value and returns it as a ``model``.
 
     Args:
         model: the pydantic model.
@@ -43,7 +43,7 @@ def validate(model: type[Model], value: Any, where: str, *, strict: bool = True)
         strict: neither ``"4"`` nor ``true`` is accepted as a number, nor 4.0 as an integer.
 
     Raises:
-        UserError: the value does not fit. The message names the key, what was found and what was expected.
+        UserError: the value does not fit. The message names the key, the value and the expected values.
     """
     try:
         # Validated as JSON text: in strict mode Python values would have to be a Path and a tuple where JSON has a
@@ -54,11 +54,11 @@ def validate(model: type[Model], value: Any, where: str, *, strict: bool = True)
 
 
 def read_document(path: Path, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Reads a JSON file that holds an object, and applies overrides.
+    """Reads a JSON object from a file and applies overrides.
 
     Args:
         path: the JSON file. It may hold comments, see ``without_comments``.
-        overrides: ``key.path=value`` strings. A value that is not JSON is taken as a plain string.
+        overrides: ``key.path=value`` strings. A value is taken as a plain string if it is not JSON.
 
     Raises:
         UserError: the file is missing or not valid JSON, or an override does not fit. The message names the file or
@@ -82,7 +82,7 @@ def read_document(path: Path, overrides: tuple[str, ...] = ()) -> dict[str, Any]
 
 
 def read_model(model: type[Model], path: Path) -> Model:
-    """Reads a JSON file that holds a ``model``.
+    """Reads a JSON file as a ``model``.
 
     Raises:
         UserError: the file is missing or not valid JSON, or a key or value is wrong; the message names the file.
@@ -95,10 +95,10 @@ def read_model(model: type[Model], path: Path) -> Model:
 
 
 def parse_json(text: str) -> Any:
-    """Parses JSON; duplicate keys and numbers that are not finite are errors.
+    """Parses JSON; duplicate keys and non-finite numbers are errors.
 
     Raises:
-        UserError: a duplicate key, or NaN, Infinity or a number that overflows.
+        UserError: a duplicate key, NaN, Infinity or a number above ``MAX_NUMBER``.
         ValueError: the text is not JSON.
     """
     bad: list[_BadNumber] = []
@@ -120,7 +120,7 @@ def parse_json(text: str) -> Any:
 
 
 def check_keys(section: Iterable[str], valid: Iterable[str], where: str) -> None:
-    """Raises UserError for the keys of ``section`` that are not in ``valid``."""
+    """Raises UserError for all keys of ``section`` outside of ``valid``."""
     valid = set(valid)
     unknown = [key for key in section if key not in valid]
     if unknown:
@@ -128,21 +128,21 @@ def check_keys(section: Iterable[str], valid: Iterable[str], where: str) -> None
 
 
 def describe(error: pydantic.ValidationError, model: type[BaseModel] | None, where: str) -> str:
-    """Describes the first problem of a pydantic error in one line: the key, what was expected, what was found.
+    """Describes the first problem of a pydantic error in one line: the key, the expected values, the value.
 
     Args:
         error: the pydantic error.
-        model: the model that was validated; its field names give the hint for an unknown key.
+        model: the validated model; its field names give the hint for an unknown key.
         where: dotted key of the validated value in its file.
     """
     problems = error.errors(include_url=False)
     problem = problems[0]
-    if problem["type"] == "missing":  # a key that is required may be there under a misspelt name
+    if problem["type"] == "missing":  # a required key may be there under a misspelt name
         misspelt = (each for each in problems if each["type"] == "extra_forbidden" and _is_beside(each, problem))
         problem = next(misspelt, problem)
     is_unknown_key = problem["type"] == "extra_forbidden"
-    # For a union, pydantic adds the member that it tried to the location. Such parts are left out of the key, but the
-    # last part of an unknown key is always kept: a user's key may be named like a union member.
+    # For a union, pydantic adds the tried member to the location. Such parts are left out of the key, but the last part
+    # of an unknown key is always kept: a user's key may be named like a union member.
     last = len(problem["loc"]) - 1
     parts = enumerate(problem["loc"])
     path = [str(part) for index, part in parts if not _is_union_member(part) or (is_unknown_key and index == last)]
@@ -168,7 +168,7 @@ def _is_beside(problem: ErrorDetails, other: ErrorDetails) -> bool:
 
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    """Returns the field names of the model that ``path`` leads to, or of the last model on the way."""
+    """Returns the field names of the model at ``path``, or of the last model along it."""
     for part in path:
         if part.isdigit():  # an index of a list; the list's field selected the model already
             continue
@@ -187,13 +187,17 @@ def _dotted(*parts: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _BadNumber:
-    """Stands for a number that cannot be used, until its key is known."""
+    """A placeholder for an unusable number, until its key is known."""
 
     problem: str
 
 
 def _problem_of(text: str) -> str | None:
-    """Why a JSON number cannot be used. Longer integers are slow to convert, and Python refuses thousands of digits."""
+    """Why a JSON number cannot be used; None if it can.
+
+    The check converts to float first, because longer integers are slow to convert and Python refuses thousands of
+    digits.
+    """
     value = float(text)
     shown = _shortened(text)
     if not math.isfinite(value):
@@ -248,7 +252,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     except UserError as error:
         raise UserError(f"--set {shown}: {error}") from None
     except (ValueError, RecursionError):
-        value = text  # not JSON: a plain string, so that names and paths need no quotes
+        value = text  # not JSON: a plain string, so names and paths need no quotes
     *parents, last = key.split(".")
     if not all((*parents, last)):
         raise UserError(f"--set {shown}: an empty name in {key}")
@@ -262,7 +266,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
 
 
 def _place(node: Any, name: str, above: str, shown: str) -> Any:
-    """Returns what a name of a path stands for in a node: a key of a section, or a number of a list."""
+    """Converts a name of a path to an index into a node: a key of a section, or a position in a list."""
     if isinstance(node, dict):
         return name
     if not isinstance(node, list):

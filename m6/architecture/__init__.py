@@ -1,1 +1,1 @@
-"""What a model is, as plain data. Only its configuration in transformers' class needs transformers, and so torch."""
+"""The architecture of a model as plain data. Only ``configuration`` needs transformers, and so torch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 AdapterTarget = Literal["attention", "dense", "experts"]
-"""Which matrices of a model get adapters."""
+"""The kinds of matrices with adapters."""
 
 # As peft 0.21 names them: MODULE becomes MODULE.base_layer, with MODULE.lora_A.default and MODULE.lora_B.default.
 _BASE, _PEFT = ".base_layer.", (".lora_A.default.weight", ".lora_B.default.weight")
@@ -20,11 +20,11 @@ def is_adapter(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """The name that a weight of an adapted model has in the model without adapters."""
+    """Converts the name of a weight with adapters to its name in the model without adapters."""
     return name.replace(_BASE, ".")
 
 
 def adapter_names(name: str) -> list[tuple[str, str]]:
-    """The names that A and B of a weight may have; ``name`` is that of the model without adapters."""
+    """The possible names of A and B for a weight; ``name`` is its name in the model without adapters."""
     module = name.removesuffix(".weight")
     return [(module + _PEFT[0], module + _PEFT[1]), (name + _STACKED[0], name + _STACKED[1])]

@@ -1,17 +1,17 @@
-"""Classes that an export names by ``auto_map``, and what they keep of it."""
+"""``auto_map`` in the JSON files of an export: the names of its classes for transformers."""
 
 from typing import Any
 
 
 def without_auto_map(owner: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a class that loads an export, as it should keep and save them.
+    """Removes ``auto_map`` from the arguments of an object, unless its class will save its code, too.
 
-    Only the classes that transformers loads from the export itself, with ``trust_remote_code``, save their code. Saved
-    by the same classes of this package, ``auto_map`` would name files that are not there.
+    transformers loads classes from an export with ``trust_remote_code``, and only these classes save their code. The
+    same classes of this package save no code, so a saved ``auto_map`` would name missing files.
 
     Args:
-        owner: the object, of a class that transformers can save.
-        arguments: what its JSON file holds.
+        owner: the object, of a class with ``save_pretrained``.
+        arguments: the content of its JSON file.
     """
     if owner._auto_class is not None:
         return arguments

@@ -1,4 +1,4 @@
-"""The configuration of an M6 model, as transformers loads and saves it."""
+"""The configuration of an M6 model as a class of transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from m6.architecture.auto_map import without_auto_map
 from m6.architecture.settings import MODEL_TYPE, ModelSettings
 from m6.errors import UserError, nearest
 
-# Keys that transformers and what stands on it (its Trainer, quantisation) add to a configuration.
+# transformers, its Trainer and its quantisation add these keys to a configuration.
 _TRANSFORMERS_KEYS = {
     "model_type",
     "_name_or_path",
@@ -30,7 +30,7 @@ _TRANSFORMERS_KEYS = {
 
 
 class M6Config(PreTrainedConfig, ModelSettings):
-    """The fields of :class:`ModelSettings`, in a class that transformers can load and save.
+    """The fields of :class:`ModelSettings` in a class for transformers to load and save.
 
     Raises:
         UserError: a key is unknown, or ``ModelSettings`` refuses a value.

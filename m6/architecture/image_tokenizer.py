@@ -15,8 +15,8 @@ class ImageTokenizerConfig(Section):
 
     The first layer folds ``patch_size`` x ``patch_size`` pixels into one position, and each further level of
     ``channels`` halves the side. The grid of codes has a side of ``image_size / (patch_size * 2 ** (len(channels) -
-    1))``. A code depends only on the pixels of its own patch. Equal patches then have equal codes, which are far easier
-    to predict (README.md). The decoder also sees neighbouring codes.
+    1))``. A code depends only on the pixels of its own patch. Equal patches then have equal codes, and such codes are
+    far easier to predict (README.md). The decoder also sees neighbouring codes.
     """
 
     model_type: Literal["m6_image_tokenizer"] = Field("m6_image_tokenizer", description="the format of config.json")
@@ -53,7 +53,7 @@ class ImageTokenizerConfig(Section):
 
     @property
     def feature_dim(self) -> int:
-        """Width of the feature of a place, which all codebooks share out."""
+        """Width of the feature of a place. Each codebook gets an equal part of it."""
         return self.num_codebooks * self.codebook_dim
 
     @property

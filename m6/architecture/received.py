@@ -1,8 +1,8 @@
-"""Elements that a rank receives with each placement, as closed forms of sizes alone.
+"""Communication volume of each placement: elements received by a rank, as closed forms of the sizes.
 
-A ring is counted: gathering parts of n elements over g ranks, or summing them up into such parts, brings a rank
-(g - 1) n elements, and an all-reduce of n elements 2 (g - 1) / g n. Shapes are T tokens, hidden size h, inner size f of
-a feed-forward, P ranks, and q = P^(1/2) or P^(1/3) ranks along an axis.
+All collectives count as rings. In an all-gather or a reduce-scatter with parts of n elements over g ranks, a rank
+receives (g - 1) n elements; in an all-reduce of n elements, 2 (g - 1) / g n. Symbols are T tokens, hidden size h, inner
+size f of a feed-forward, P ranks, and q = P^(1/2) or P^(1/3) ranks along an axis.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ def side(placement: PlacementName, num_ranks: int) -> int | None:
 
 
 def nearest_num_ranks(placement: PlacementName, num_ranks: int) -> int:
-    """The number of ranks of at least 2 that has a grid and is nearest."""
+    """The nearest number of ranks with a grid, at least 2."""
     axes = AXES[placement]
     return min((q**axes for q in range(2, num_ranks + 2)), key=lambda number: abs(number - num_ranks))
 
 
 def received_by_pair(placement: PlacementName, num_ranks: int, tokens: int, hidden: int, inner: int) -> float:
-    """Elements that a rank receives for the two products of a feed-forward, forward and backward.
+    """Elements received by a rank for the two matmuls of a feed-forward, forward and backward.
 
     1-D (Megatron, arXiv 1909.08053, section 3): 4 (P - 1) / P T h. 2-D (SUMMA as in Optimus, arXiv 2104.05343): each
-    product moves its input and its matrix three times. 3-D (arXiv 2105.14450): each moves input, matrix and result
+    matmul moves its input and its matrix three times. 3-D (arXiv 2105.14450): each moves input, matrix and result
     twice, and input and matrix once more, because only their parts are kept for the backward pass.
     """
     q = side(placement, num_ranks)
@@ -45,10 +45,10 @@ def received_by_pair(placement: PlacementName, num_ranks: int, tokens: int, hidd
 
 
 def received_by_feed_forward(placement: PlacementName, num_ranks: int, tokens: int, hidden: int, inner: int) -> float:
-    """The same of a feed-forward between layers whose hidden states are whole on each rank.
+    """Elements received by a rank for a feed-forward between replicated hidden states, forward and backward.
 
-    In 2-D and 3-D it gathers its output forward and the gradient of its input backward, and sums up the gradients of
-    both biases.
+    2-D and 3-D also all-gather the output in the forward pass and the gradient of the input in the backward pass, and
+    all-reduce the gradients of both biases.
     """
     received = received_by_pair(placement, num_ranks, tokens, hidden, inner)
     if placement != "1d":
@@ -57,11 +57,13 @@ def received_by_feed_forward(placement: PlacementName, num_ranks: int, tokens: i
 
 
 def received_by_attention(num_ranks: int, tokens: int, hidden: int) -> float:
-    """Elements that a rank receives for the two projections of an attention whose heads are divided (1-D)."""
+    """Elements received by a rank for the two projections of an attention with sharded heads (1-D)."""
     return received_by_pair("1d", num_ranks, tokens, hidden, hidden)
 
 
 def received_by_expert(num_ranks: int, tokens: int, hidden: int) -> float:
-    """Elements that one of ``num_ranks`` ranks receives on average if the tokens of an expert, which lie evenly on
-    them, go to the rank of the expert and back, forward and backward: 4 (P - 1) / P^2 T h."""
+    """Elements received by a rank on average for one expert, forward and backward: 4 (P - 1) / P^2 T h.
+
+    The expert's tokens lie evenly on ``num_ranks`` ranks. They go to the expert's rank (dispatch) and back (combine).
+    """
     return 4 * (num_ranks - 1) * tokens * hidden / num_ranks**2

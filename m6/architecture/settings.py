@@ -26,7 +26,7 @@ _SIZES = {
     "moe_layer_frequency": 10_000,
     "codes_per_place": 2**8,
 }
-_EFFICIENTNET_SMALLEST_SIDE = 32  # of a patch; a smaller one is gone before the last layer
+_EFFICIENTNET_SMALLEST_SIDE = 32  # of a patch; a smaller one shrinks to nothing before the last layer
 _SIZES_FROM_0 = {"image_vocab_size": 2**24, "code_grid_size": 2**12}
 
 
@@ -185,17 +185,17 @@ class ModelSettings:
 
     @property
     def codebook_size(self) -> int:
-        """Image codes of each codebook; the ids of a book follow those of the book before."""
+        """Image codes of each codebook; the ids of the codebooks are consecutive."""
         return self.image_vocab_size // self.codes_per_place
 
     @property
     def code_mask_id(self) -> int:
-        """Id of ``<code_mask>``, which stands for a hidden image code."""
+        """Id of ``<code_mask>``, the token of a hidden image code."""
         return self._special("<code_mask>")
 
     @property
     def num_patches(self) -> int:
-        """Number of patches of one picture."""
+        """Number of patches of one image."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
@@ -205,12 +205,12 @@ class ModelSettings:
 
     @property
     def bos_token_id(self) -> int:
-        """Id of ``<bos>``, which begins a target."""
+        """Id of ``<bos>``, the first token of a target."""
         return self._special("<bos>")
 
     @property
     def eos_token_id(self) -> int:
-        """Id of ``<eos>``, which ends a target."""
+        """Id of ``<eos>``, the last token of a target."""
         return self._special("<eos>")
 
     @property

@@ -1,8 +1,8 @@
-"""Layers that share weights: the Pseudo model of Pseudo-to-Real (M6-10T, arXiv 2110.03888).
+"""Weight sharing between layers: the Pseudo model of Pseudo-to-Real (M6-10T, arXiv 2110.03888).
 
 The Pseudo model has the same depth and computation as the Real model. Consecutive layers form a group, and all layers
-of a group use the same module for each shared part. ``named_parameters`` lists a shared parameter once, under the name
-that it has in the first layer of the group. Checkpoints use that name.
+of a group use the same module for each shared part. ``named_parameters`` lists a shared parameter once, under its name
+in the first layer of the group. Checkpoints use the same name.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which layers share which parts.
+    """The groups of layers and their shared parts.
 
     Attributes:
         num_layers: number of layers of the model.
         num_groups: number of groups of consecutive layers; their sizes differ by at most 1. 1: all layers share.
-        parts: the parts that the layers of a group share; parts that a layer does not have are ignored.
+        parts: the parts shared in each group; a part is ignored in layers without it.
     """
 
     num_layers: int
@@ -46,7 +46,7 @@ class Sharing:
 
     def first_layer(self, layer: int) -> int:
         """The first layer of the group of ``layer``; shared parameters have the names of this layer."""
-        return -(-self._group(layer) * self.num_layers // self.num_groups)
+        return -(-self._group(layer) * self.num_layers // self.num_groups)  # the inverse of ``_group``, rounded up
 
     def group(self, layer: int) -> list[int]:
         """All layers of the group of ``layer``."""

@@ -5,7 +5,7 @@ SPECIAL_TOKENS: tuple[str, ...] = (
     "<bos>",  # begins the target of every sample
     "<eos>",
     "<mask>",
-    "<image>",  # placeholder at each position of a picture's patch
+    "<image>",  # placeholder at each position of an image's patch
     "<boi>",  # begins a sequence of image codes
     "<eoi>",
     "<sep>",
@@ -17,5 +17,5 @@ NUM_SPECIAL_TOKENS = 16
 IGNORED_LABEL = -100
 """The label of a position without a target; PyTorch's losses ignore it by default."""
 
-# Token types: picture patch (and padding), source, target including its <bos>.
+# Token types: image patch (and padding), source, target including its <bos>.
 IMAGE, SOURCE, TARGET = 0, 1, 2

@@ -1,4 +1,4 @@
-"""Checkpoints of a model with low-rank adapters, read as those of a model without, and the other way round."""
+"""Reads checkpoints with low-rank adapters for a model without adapters, and the other way round."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def is_adapted(reader: CheckpointReader) -> bool:
 
 
 class MergedReader(CheckpointReader):
-    """Reads a checkpoint with adapters as that of the model without: each weight is W + alpha / rank * B A.
+    """Reads a checkpoint with adapters as one without: each weight is W + alpha / rank * B A.
 
-    It has weights alone, no state of the optimizer.
+    It has only weights, no optimizer state.
 
     Args:
         folder: a complete checkpoint with adapters.
@@ -51,7 +51,7 @@ class MergedReader(CheckpointReader):
         merged = torch.empty(target.numel())
         super().read_into(name, kind, offset, merged)
         down, up = (self._stored.read(each, WEIGHT) for each in names)
-        # Only those rows of a matrix, or matrices of a stack, that the range touches.
+        # Multiply only the rows of a matrix, or the matrices of a stack, inside of the range.
         size = math.prod(self.shapes[name, kind][1:])
         first, last = offset // size, -(-(offset + target.numel()) // size)
         product = up[first:last] @ (down if down.dim() == 2 else down[first:last])
@@ -60,11 +60,11 @@ class MergedReader(CheckpointReader):
 
 
 class BaseWeights(WeightReader):
-    """Weights of a model without adapters, under the names that they have in the model with adapters.
+    """Weights of a model without adapters, renamed for the model with adapters.
 
     Args:
         reader: of the weights.
-        names: of the tensors of the model that will read them.
+        names: of the tensors of the model with adapters.
     """
 
     def __init__(self, reader: WeightReader, names: Iterable[str]) -> None:

@@ -1,6 +1,6 @@
-"""RUN/initial.json: which run a run's initial weights come from, and what that one was trained on.
+"""RUN/initial.json: the run of the initial weights, and its training data.
 
-The file outlives that run: the model card of an export names all data that the weights have seen.
+The file stays when the earlier run is deleted. The model card of an export can so name all data seen by the weights.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from m6.runs.directory import INITIAL
 
 
 class InitialRun(BaseModel):
-    """The run that gave the initial weights.
+    """The run of the initial weights.
 
     Attributes:
         name: of its folder.
-        steps, samples_seen, tokens_seen: of its checkpoint; None: nothing is known but the name.
-        objectives: those that were trained, with their weights.
-        sources: what ``kept_sources`` returns of it.
-        initial: the run that its own initial weights come from.
+        steps, samples_seen, tokens_seen: of its checkpoint; None: only the name is known.
+        objectives: the trained objectives with their weights.
+        sources: its ``kept_sources``.
+        initial: the run of its own initial weights.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -49,9 +49,9 @@ class InitialRun(BaseModel):
 
 
 def keep_initial(root: Path, init: Path | None) -> None:
-    """Writes RUN/initial.json, if there is none: what is known of the run or the exported model ``init``.
+    """Writes RUN/initial.json with the record of the run or exported model ``init``, unless the file exists.
 
-    A run of an older version, which has no such file, may resume when ``init`` is gone: nothing is written then.
+    A run without such a file may resume after ``init`` was deleted: then nothing is written.
     """
     if init is None or (root / INITIAL).exists() or not init.exists():
         return
@@ -63,7 +63,7 @@ def keep_initial(root: Path, init: Path | None) -> None:
 
 
 def initial_record(run_dir: Path, state: Mapping[str, Any]) -> InitialRun:
-    """What will be known of a run where its weights are trained further.
+    """The record of a run for further training of its weights.
 
     Args:
         run_dir: the run.
@@ -82,12 +82,12 @@ def initial_record(run_dir: Path, state: Mapping[str, Any]) -> InitialRun:
 
 
 def write_record(folder: Path, record: InitialRun) -> None:
-    """Writes initial.json: in a run it is of the run before, and in an exported model of the run that was exported."""
+    """Writes initial.json: into a run the record of the earlier run, into an export the record of the exported run."""
     write_json(folder / INITIAL, record.model_dump(exclude_none=True))
 
 
 def initial_of(run_dir: Path, config: RunConfig) -> InitialRun | None:
-    """The run that a run's initial weights come from; None if they are random. Without a record only its name is known.
+    """The run of a run's initial weights; None if they are random. Without a record only its name is known.
 
     Raises:
         UserError: the record is damaged.
@@ -97,7 +97,7 @@ def initial_of(run_dir: Path, config: RunConfig) -> InitialRun | None:
 
 
 def kept_initial(root: Path) -> InitialRun | None:
-    """What ``write_record`` wrote, or None.
+    """Reads initial.json of a run or of an exported model; None if there is no such file.
 
     Raises:
         UserError: the file is damaged.
@@ -112,6 +112,6 @@ def kept_initial(root: Path) -> InitialRun | None:
 
 
 def trained_objectives(config: RunConfig) -> dict[str, float]:
-    """The objectives that a run trains, with their weights."""
+    """The objectives trained by a run, with their weights."""
     weights = {name: config.m6.objectives.of(name).weight for name in OBJECTIVES}
     return {name: weight for name, weight in weights.items() if weight}

@@ -1,4 +1,4 @@
-"""Compares the training states of two checkpoints to the bit, whatever layouts wrote them."""
+"""Compares the training states of two checkpoints bit by bit, whatever their layouts were."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``compare`` found.
+    """The result of ``compare``.
 
     Attributes:
-        num_tensors: tensors of both checkpoints; one that both have counts once.
-        digests: SHA-256 of all tensors of each checkpoint, in an order that no layout changes.
-        differences: a line for each tensor and each entry of the training state that differs: the state first, then
-            the tensors in the order of the model.
+        num_tensors: tensors of both checkpoints; a common one counts once.
+        digests: SHA-256 of all tensors of each checkpoint, in an order independent of layouts.
+        differences: a line for each different entry of the training state, then for each different tensor in the order
+            of the model.
     """
 
     num_tensors: int
@@ -40,10 +40,10 @@ def open_step(runs: tuple[Path, Path], step: int | None) -> tuple[CheckpointRead
     """Opens the checkpoints of two runs after a step, and checks their checksums.
 
     Args:
-        step: None: the newest step of which both runs have a complete checkpoint.
+        step: None: the newest step with a complete checkpoint in both runs.
 
     Raises:
-        UserError: a run is none, or there is no such step, or a checkpoint is damaged.
+        UserError: a folder is no run with a complete checkpoint, there is no such step, or a checkpoint is damaged.
     """
     found = []
     for run in runs:
@@ -100,7 +100,7 @@ def compare(first: CheckpointReader, second: CheckpointReader) -> Comparison:
 
 
 class _Tally:
-    """Counts elements that differ in parts of a tensor."""
+    """Counts different elements, part by part of a tensor."""
 
     def __init__(self) -> None:
         self.numel = self.differing = self.first = 0
@@ -117,7 +117,7 @@ class _Tally:
 
 
 def _parts(reader: CheckpointReader, name: str, kind: str) -> Iterator[Tensor]:
-    """Yields a tensor as flat parts in fp32, in which checkpoints store it."""
+    """Yields a tensor as flat parts in fp32, the type of checkpoints."""
     numel = torch.Size(reader.shapes[name, kind]).numel()
     for begin in range(0, numel, _CHUNK_ELEMENTS):
         part = torch.empty(min(_CHUNK_ELEMENTS, numel - begin))

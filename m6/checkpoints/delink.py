@@ -23,13 +23,13 @@ from m6.lock import FolderLock
 from m6.runs.directory import CAPTIONS, INITIAL, LAST_CHECKPOINT, SOURCES, RunDirectory
 from m6.runs.processes import Runtime, on_main_rank
 
-# Shards and pieces into which the weights and moments of one layer are divided. The shard that is collected, the copy
-# that the serializer may make and the piece that is read must together stay below two layers.
+# The weights and moments of one layer are divided into this many shards and pieces. The current shard, a copy of it in
+# the serializer and the current piece must together stay below two layers.
 _SHARDS_PER_LAYER, _PIECES_PER_LAYER = 2, 16
 
 
 def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
-    """Writes the newest checkpoint of a Pseudo run as a Real run that ``m6 pretrain`` continues.
+    """Writes the newest checkpoint of a Pseudo run as a Real run, for ``m6 pretrain`` to continue.
 
     Every rank calls this function. The ranks share the work, and each holds less than two layers' weights and moments
     at a time. The setting ``m6.pseudo_to_real.optimizer_state`` of the run decides whether moments are copied or
@@ -78,7 +78,7 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
             shutil.copyfile(source.metrics, temporary.metrics)
             temporary.cut_metrics_after(reader.state["step"])
         sync_folder(temporary.root)
-        os.replace(temporary.root, out)  # atomic: nobody sees an incomplete ``out``
+        os.replace(temporary.root, out)  # atomic: ``out`` is never incomplete
         sync(out.absolute().parent)
 
     lock = FolderLock(out.absolute().with_name(f".{out.name}.lock"), out)
@@ -91,7 +91,7 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
                     work()
                 except (OSError, UserError) as error:
                     problem = str(error)
-            # All ranks learn of a problem on any rank: otherwise the others would wait for it in the next collective.
+            # All ranks learn of a problem on any rank: otherwise the others would wait in the next collective.
             problems_of_ranks: list[str | None] = [None] * runtime.world_size
             dist.all_gather_object(problems_of_ranks, problem)
             if any(problems_of_ranks):
@@ -129,7 +129,7 @@ def _pieces(reader: CheckpointReader, reset: bool, rank: int, world_size: int) -
 
 
 def _copies(data: Tensor, stored: Range, begin: int, sharing: Sharing, reset: bool) -> Iterator[Fragment]:
-    """One fragment for each layer of the Real model that the range belongs to."""
+    """One fragment for each layer of the Real model with this range."""
     for name in sharing.real_names(stored.name):
         copy = data.new_zeros(data.shape) if reset and stored.kind != WEIGHT else data.clone()
         yield Fragment(name, stored.kind, begin, copy, stored.shape)

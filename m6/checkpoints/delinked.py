@@ -1,4 +1,4 @@
-"""Reads a checkpoint of a Pseudo model as one of the Real model: only the names of tensors change."""
+"""Reads a checkpoint of a Pseudo model as a checkpoint of the Real model: only the names of tensors change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from m6.checkpoints.format import CheckpointReader
 from m6.checkpoints.fragment import LATE_UPDATE, WEIGHT
 
 STATE = "pseudo_to_real"
-"""The key of the Pseudo-to-Real stage in a checkpoint's state; absent in a run without a Pseudo stage."""
+"""The key of the phase (Pseudo or Real) in a checkpoint's state; absent in a run without a Pseudo phase."""
 
 
 def is_pseudo(reader: CheckpointReader) -> bool:
@@ -21,7 +21,7 @@ def is_pseudo(reader: CheckpointReader) -> bool:
 
 
 class DelinkedReader(CheckpointReader):
-    """Reads a checkpoint of a Pseudo model as one of the Real model: each layer gets a copy of the shared weights.
+    """Reads a Pseudo model's checkpoint as the Real model's: each layer gets a copy of the shared weights.
 
     Args:
         folder: a complete checkpoint of a Pseudo model.
@@ -42,7 +42,7 @@ class DelinkedReader(CheckpointReader):
         self.state = real_state(self.state, self.reset)
 
     def read_into(self, name: str, kind: str, offset: int, target: Tensor) -> None:
-        """Fills ``target`` as in ``CheckpointReader``; moments that are reset are zeros."""
+        """Fills ``target`` as in ``CheckpointReader``; after a reset moments are zeros."""
         if self.reset and kind != WEIGHT:
             target.zero_()
         else:
@@ -50,15 +50,15 @@ class DelinkedReader(CheckpointReader):
 
 
 def sharing_of(reader: CheckpointReader) -> Sharing:
-    """What the layers share in the Pseudo model of a checkpoint."""
+    """The weight sharing of the Pseudo model of a checkpoint."""
     saved = reader.state[STATE]["sharing"]
     return Sharing(saved["num_layers"], saved["num_groups"], tuple(saved["parts"]))
 
 
 def real_state(state: dict[str, Any], reset: bool) -> dict[str, Any]:
-    """Converts the state of a Pseudo checkpoint to that of a Real checkpoint at the same step."""
+    """Converts the state of a Pseudo checkpoint to a Real checkpoint's state at the same step."""
     optimizer_step = 0 if reset else state["optimizer_step"]
-    if reset:  # the gradients that wait go with the moments
+    if reset:  # late gradients are dropped with the moments
         state = {key: value for key, value in state.items() if key != LATE_UPDATE}
     return {
         **state,

@@ -31,12 +31,12 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Removes a checkpoint that is not needed any more; what cannot be removed stays, with a warning.
+    """Removes an obsolete checkpoint; if a file cannot be removed, it stays, with a warning.
 
-    NFS, for example, keeps a file that a process has open, and with it the folder.
+    NFS, for example, keeps an open file of a process, and with it the folder.
     """
     try:
-        (folder / MANIFEST).unlink(missing_ok=True)  # first: what a crash in rmtree leaves must not look complete
+        (folder / MANIFEST).unlink(missing_ok=True)  # first: after a crash in rmtree the rest must not look complete
         shutil.rmtree(folder)
     except OSError as error:
         print(f"warning: {folder} cannot be removed: {error.strerror or error}", file=sys.stderr, flush=True)
@@ -46,7 +46,7 @@ def remove_half_written(root: Path, next_folder: Path) -> None:
     """Removes the incomplete checkpoints of killed attempts.
 
     Raises:
-        OSError: ``next_folder``, which is written next, stays: its old records would look like new ones.
+        OSError: ``next_folder`` cannot be removed. It is written next, and its old records would look like new ones.
     """
     if root.is_dir():
         for folder in root.iterdir():
@@ -58,20 +58,20 @@ def remove_half_written(root: Path, next_folder: Path) -> None:
 
 
 def open_newest(root: Path, on_file: Callable[[], object] = no_sign) -> tuple[CheckpointReader | None, list[str]]:
-    """Opens the newest checkpoint in ``root`` whose checksums are right. Every rank calls this function.
+    """Opens the newest checkpoint in ``root`` with correct checksums. Every rank calls this function.
 
-    A corrupt checkpoint is renamed, never deleted, and the one before it is tried. One that a rank cannot read stays as
-    it is: on another node, or later, it may be whole.
+    A corrupt checkpoint is renamed, never deleted, and the one before it is tried. If a rank cannot read a checkpoint,
+    it stays as it is: on another node, or later, it may be whole.
 
     Args:
         root: a run's checkpoints.
-        on_file: called for each file that this rank has compared with its checksum.
+        on_file: called for each file after this rank has compared it with its checksum.
 
     Returns:
         the checkpoint, or None if there is none; and one line for each problem.
 
     Raises:
-        StorageError: ``root`` cannot be read, or a corrupt checkpoint not be renamed; or see ``open_together``.
+        StorageError: ``root`` cannot be read, or a corrupt checkpoint cannot be renamed; or see ``open_together``.
     """
     problems: list[str] = []
     while (folder := _newest_on_main_rank(root)) is not None:
@@ -84,7 +84,7 @@ def open_newest(root: Path, on_file: Callable[[], object] = no_sign) -> tuple[Ch
 
 
 def open_needed(root: Path, on_file: Callable[[], object] = no_sign) -> CheckpointReader:
-    """Opens the newest checkpoint in ``root`` for a command that cannot do without. Every rank calls this function.
+    """Opens the newest checkpoint in ``root`` for a command that needs one. Every rank calls this function.
 
     Args:
         root, on_file: as in ``open_newest``.
@@ -103,9 +103,10 @@ def open_needed(root: Path, on_file: Callable[[], object] = no_sign) -> Checkpoi
 
 
 def _newest_on_main_rank(root: Path) -> Path | None:
-    """The newest complete checkpoint in ``root`` that the main rank sees. Every rank calls this function.
+    """The newest complete checkpoint in ``root``, as seen by the main rank. Every rank calls this function.
 
-    Ranks that looked for themselves could resume from different steps: a node may see a shared folder as it was.
+    If each rank looked for itself, ranks could resume from different steps: a node may see an old state of a shared
+    folder.
     """
 
     def newest() -> str | None:
@@ -124,7 +125,7 @@ def open_together(folder: Path, on_file: Callable[[], object] = no_sign) -> tupl
         the reader, and the problems of all ranks; if there is a problem, the reader is None on every rank.
 
     Raises:
-        StorageError: on every rank, if one of them does not see what the main rank sees, or cannot read it.
+        StorageError: on every rank, if one of them does not see the same files as the main rank, or cannot read one.
     """
     reader: CheckpointReader | None = None
     unread, problems = _wait_for_files(folder), list[str]()
@@ -149,7 +150,7 @@ def open_together(folder: Path, on_file: Callable[[], object] = no_sign) -> tupl
 
 
 def _wait_for_files(folder: Path) -> str | None:
-    """Waits until this rank sees the files of ``folder`` that the main rank sees; says which one stays hidden."""
+    """Waits until this rank sees all files of ``folder`` seen by the main rank; says which one stays hidden."""
     names: list[set[str] | None] = [_names(folder) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(names, src=0)
     deadline = time.monotonic() + _VISIBLE_AFTER_S
@@ -166,7 +167,7 @@ def _wait_for_files(folder: Path) -> str | None:
 def _names(folder: Path) -> set[str]:
     try:
         return set(os.listdir(folder))
-    except OSError:  # not there, or its node has lost sight of it; reading the files tells
+    except OSError:  # missing, or hidden from this node: an error of reading its files will say so
         return set()
 
 
@@ -184,7 +185,7 @@ def check_tokenizer_unchanged(root: Path, fingerprint: str) -> None:
         try:
             state = CheckpointReader(folder).state
         except UserError:
-            return  # damaged, or not to be read: ``open_newest`` tells
+            return  # damaged or unreadable: ``open_newest`` reports it
         if state["tokenizer"] != fingerprint:
             raise UserError(
                 f"m6.data.tokenizer is not the one that {folder} was trained with (fingerprint {fingerprint[:12]} "

@@ -1,4 +1,4 @@
-"""The configuration of a fine-tuning, whose model is that of a run or of an exported model; needs no torch."""
+"""The configuration of fine-tuning, with the model of a run or of an export; needs no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load_finetuning_config(
 
     Args:
         path: the JSON file, or the name of a shipped one.
-        init: the folder of a run, or one that ``m6 export`` wrote.
+        init: the folder of a run, or a folder written by ``m6 export``.
         overrides: see ``load_config``.
         from_scratch: whether the run begins with random weights, and takes nothing else from ``init``.
 
@@ -40,7 +40,7 @@ def load_finetuning_config(
             section["init"] = str(init)
         for name, inherited in _model_sections(init).items():
             own = section.get(name, {})
-            if isinstance(own, dict):  # its values win over those of ``init``; another type is refused below
+            if isinstance(own, dict):  # its values override those of ``init``; another type is refused below
                 section[name] = {**inherited, **own}
             elif own is None:
                 raise UserError(f"{path}: m6.{name} is null, but {init} has one; leave the key out")

@@ -1,11 +1,11 @@
-"""The checkpoint format: flat ranges of named tensors in safetensors shards, and a manifest that is written last.
+"""The checkpoint format: flat ranges of named tensors in safetensors shards, and at the end a manifest.
 
     step_00001200/
         rank_00000_000.safetensors   keys "NAME|KIND|OFFSET", each a flat range
-        rank_00000.json              record of what rank 0 wrote: files, checksums, ranges
+        rank_00000.json              record of the files of rank 0: names, checksums, ranges
         manifest.json                all ranks' records, the training state, its own checksum; exists only when complete
 
-No file depends on the layout that wrote it, so a run with any world size, ZeRO stage or ep_size can read it.
+Files are independent of the layout of their run, so a run with any world size, ZeRO stage or ep_size can read them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from m6.errors import UserError
 from m6.files import atomic_path, parse_object, reading, sha256, write_json
 
 FORMAT = 2
-# More digits than a step can have do not fit into 64 bits, which the job scripts compute with.
+# The job scripts compute with 64 bits, so a step has at most 18 digits.
 _FOLDER = re.compile(r"step_([0-9]{8,18})")
 MANIFEST = "manifest.json"
 SHARD_BYTES = 4 << 30
@@ -50,11 +50,11 @@ def step_of(folder: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Range:
-    """The file that stores elements ``offset`` to ``offset + numel`` of a flat tensor.
+    """Elements ``offset`` to ``offset + numel`` of a flat tensor, and their file.
 
     Attributes:
         name, kind: of the tensor, see ``Fragment``.
-        shape: the whole tensor's.
+        shape: of the whole tensor.
     """
 
     name: str
@@ -76,14 +76,14 @@ class Range:
 
 
 def no_sign() -> None:
-    """The sign of a reader of whose progress nobody has to know."""
+    """No-op progress callback."""
 
 
 def write_shards(folder: Path, rank: int, pieces: Iterable[Fragment], shard_bytes: int = SHARD_BYTES) -> None:
     """Writes the ranges of one rank and then the rank's record.
 
     Args:
-        pieces: ranges whose data is on the host and no longer changes; read one at a time.
+        pieces: ranges with constant data on the host; read one at a time.
         shard_bytes: the largest size of a file, in bytes; a larger range gets a file of its own.
     """
     files: dict[str, dict[str, Any]] = {}
@@ -103,7 +103,7 @@ def write_shards(folder: Path, rank: int, pieces: Iterable[Fragment], shard_byte
     nonfinite: list[str] = []
     for piece in pieces:
         nbytes = piece.data.numel() * piece.data.element_size()
-        if not nbytes:  # a small tensor divided over many ranks leaves some of them nothing
+        if not nbytes:  # a small tensor sharded over many ranks leaves some of them nothing
             continue
         if size + nbytes > shard_bytes:
             flush()
@@ -123,11 +123,11 @@ def write_shards(folder: Path, rank: int, pieces: Iterable[Fragment], shard_byte
 
 
 def write_manifest(folder: Path, world_size: int, state: dict[str, Any]) -> None:
-    """Joins all ranks' records into the manifest, which makes the checkpoint complete.
+    """Joins all ranks' records into the manifest and so completes the checkpoint.
 
     Raises:
-        UserError: the ranges of all ranks do not cover a tensor, or a weight is not finite. The checkpoint stays
-            incomplete then, and the one before remains the newest.
+        UserError: the ranges of all ranks do not cover a tensor, or a weight is not finite. The checkpoint then stays
+            incomplete, and the one before remains the newest.
     """
     records = [json.loads((folder / f"rank_{rank:05d}.json").read_text()) for rank in range(world_size)]
     ranges = [stored for record in records for stored in record["ranges"]]
@@ -177,15 +177,15 @@ def _check_coverage(ranges: list[dict[str, Any]], folder: Path) -> None:
 
 
 def open_weights(path: Path) -> safe_open:
-    """Opens a file of safetensors, which maps it into memory: an open one costs no more than what is read of it.
+    """Opens a safetensors file. It is mapped into memory, so only the parts read so far occupy memory.
 
     Raises:
-        FileNotFoundError: there is none.
-        SafetensorError: it is damaged.
-        StorageError: it cannot be opened.
+        FileNotFoundError: the file is missing.
+        SafetensorError: the file is damaged.
+        StorageError: the file cannot be opened.
     """
     with reading(path):
-        path.open("rb").close()  # says why that fails: safetensors takes every such file for missing
+        path.open("rb").close()  # gives the reason of a failure: safetensors would call every such file missing
     return safe_open(path, framework="pt")
 
 
@@ -218,7 +218,7 @@ class CheckpointReader:
 
     Raises:
         UserError: the manifest is missing, corrupt or of another format.
-        StorageError: it cannot be read. Its methods raise that, too, for the other files.
+        StorageError: the manifest cannot be read. The methods raise the same for other files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -276,7 +276,7 @@ class CheckpointReader:
             path, expected = self.folder / name, self.files[name]
             try:
                 with reading(path):
-                    # The size is cheap to check and finds most files that a full disk has truncated.
+                    # The size is cheap to check and finds most files truncated by a full disk.
                     if (size := path.stat().st_size) != expected.get("bytes"):
                         problems.append(f"{path}: {size} bytes, the manifest says {expected.get('bytes')}")
                     elif sha256(path) != expected.get("sha256"):
@@ -292,8 +292,8 @@ class CheckpointReader:
         if stored_ranges is None:
             raise UserError(f"{self.folder}: holds no {kind} of {name}; it belongs to another model or optimizer")
         end, position = offset + target.numel(), offset
-        # Ranges of different ranks may overlap, and contain each other. Of those that begin at or before a place, the
-        # one that reaches furthest has it if any does.
+        # Ranges of different ranks may overlap, and contain each other. Among the ranges beginning at or before a
+        # position, the range with the largest end contains the position if any does.
         offsets = [stored.offset for stored in stored_ranges]
         furthest = list(accumulate(stored_ranges, _reaching_further))
         while position < end:
@@ -319,7 +319,7 @@ class CheckpointReader:
         return self.read_range(stored, stored.offset, stored.offset + 1).element_size()
 
     def read_range(self, stored: Range, begin: int, end: int) -> Tensor:
-        """Reads elements ``begin`` to ``end`` of the flat tensor, which ``stored`` must contain, in their stored type.
+        """Reads elements ``begin`` to ``end`` of the flat tensor in their stored type; ``stored`` must contain them.
 
         Raises:
             UserError: the file is damaged or missing.

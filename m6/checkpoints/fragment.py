@@ -1,4 +1,4 @@
-"""A named range of a flat global tensor: the unit in which checkpoints are written and read."""
+"""Named ranges of flat global tensors: the units of writing and reading checkpoints."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 WEIGHT = "weight"
 LATE_GRADIENT = "late_gradient"
-"""The kind of gradients that wait for the end of the next step, see ``m6.gradient_delay``."""
+"""The kind of late gradients, to be applied at the end of the next step, see ``m6.gradient_delay``."""
 LATE_UPDATE = "late_update"
-"""The key of a checkpoint's state that is there if gradients wait, with what else their update needs."""
+"""The key of a checkpoint's state with the further values for the update by late gradients; absent without any."""
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A range of one flat global tensor that this rank holds.
+    """A range of a flat global tensor, held by this rank.
 
     Attributes:
         name: the parameter's name in the model.
@@ -23,7 +23,7 @@ class Fragment:
         offset: first element of the range in the flat global tensor.
         data: [numel], a view into the live state; writing to it changes the training state.
         shape: the global tensor's shape.
-        replica: this rank's index among the ranks that hold the same range, and the number of these ranks.
+        replica: this rank's index among the ranks with the same range, and the number of these ranks.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Fragment:
         return self.offset + self.data.numel()
 
     def owned(self) -> Fragment:
-        """The part that this rank saves: ranks with the same range save equal shares of it."""
+        """This rank's part to save: ranks with the same range save equal shares of it."""
         index, count = self.replica
         numel = self.data.numel()
         # Neighbouring shares meet exactly, whatever the remainder of the division.

@@ -1,4 +1,4 @@
-"""Initial weights for fine-tuning: those of another run or of an exported model."""
+"""Initial weights for fine-tuning, from another run or from an exported model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_initial_weights(init: Path, on_file: Callable[[], object] = no_sign) ->
     """Opens the weights of ``init``, a run or an exported model.
 
     Args:
-        on_file: called for each file of a run that was compared with its checksum.
+        on_file: called for each file of a run after the comparison with its checksum.
 
     Raises:
         UserError: ``init`` is damaged or holds no model.
@@ -48,7 +48,7 @@ def open_initial_weights(init: Path, on_file: Callable[[], object] = no_sign) ->
 
 
 class ExportedWeights(WeightReader):
-    """Reads ranges of the tensors of an exported model, like those of a checkpoint.
+    """Reads ranges of the tensors of an exported model, as from a checkpoint.
 
     Raises:
         StorageError: a file cannot be opened.
@@ -71,13 +71,13 @@ class ExportedWeights(WeightReader):
         return list(self._files) if kind == WEIGHT else []
 
     def read_into(self, name: str, kind: str, offset: int, target: Tensor) -> None:
-        """Fills ``target`` (1-D) with a range of the flat tensor; reads only the rows that contain the range."""
+        """Fills ``target`` (1-D) with a range of the flat tensor; reads only the rows around the range."""
         shape = self.shapes[name, kind]
         if not shape:
             target.copy_(self._open[self._files[name]].get_tensor(name).view(1))
             return
         row = math.prod(shape[1:])
-        # safetensors slices along the first dimension without reading the rest: read the rows that contain the range.
+        # safetensors slices along the first dimension without reading the rest: read only the rows around the range.
         first, last = offset // row, -(-(offset + target.numel()) // row)
         begin = offset - first * row
         target.copy_(self._slice(name)[first:last].reshape(-1)[begin : begin + target.numel()])
@@ -87,7 +87,7 @@ class ExportedWeights(WeightReader):
 
 
 def _files_of_tensors(folder: Path) -> dict[str, str]:
-    """The name of the file that holds each tensor of an exported model."""
+    """The file of each tensor of an exported model, by the tensor's name."""
     if (folder / INDEX).is_file():
         with reading(folder / INDEX):
             return json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]

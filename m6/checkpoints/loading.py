@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from m6.tokenizers.image import ImageTokenizer
 
 WEIGHTS = "model.safetensors"
-"""The weights of an exported model; with several files their names have numbers, and an index names them."""
+"""The weights of an exported model. Several files have numbers in their names, and an index names them."""
 INDEX = f"{WEIGHTS}.index.json"
 _Settings = TypeVar("_Settings", bound=ModelSettings)
 
@@ -40,7 +40,7 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
     """Loads the model and the processor of a run's newest checkpoint or of an exported model, for inference.
 
     Args:
-        folder: a run, or a folder that ``m6 export`` wrote.
+        folder: a run, or a folder written by ``m6 export``.
 
     Raises:
         UserError: the folder is neither, or its weights are missing or damaged.
@@ -51,7 +51,7 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
     config = load_config(folder / "config.json")
     reader = open_newest_checkpoint(folder)
     processor = run_processor(folder, config, reader)
-    # On the meta device: initial values would be overwritten, and drawing them takes long for a large model.
+    # On the meta device: initial values would be overwritten, and random numbers take long for a large model.
     with torch.device("meta"):
         model = M6ForConditionalGeneration(without_capacity(config.model))
     model.to_empty(device=device)
@@ -61,7 +61,7 @@ def load_run_model(folder: Path, device: torch.device) -> tuple[M6ForConditional
 
 
 def keep_learned(model: M6ForConditionalGeneration, config: RunConfig) -> None:
-    """Tells a model what its run trained it for."""
+    """Sets the decodings, objectives and sampling temperature of a model by its run's configuration."""
     objectives = config.m6.objectives
     model.decodings, model.learned_objectives = objectives.decodings, objectives.active
     if objectives.decodings:
@@ -69,9 +69,10 @@ def keep_learned(model: M6ForConditionalGeneration, config: RunConfig) -> None:
 
 
 def without_capacity(config: _Settings) -> _Settings:
-    """A copy in which experts compute every token that chose them, as an answer should not depend on its neighbours.
+    """A copy without a capacity of experts, so an answer does not depend on the other samples of its batch.
 
-    With a capacity, which bounds the memory of a training's validation, the tokens of a batch compete for them.
+    With a capacity the tokens of a batch compete for experts. The capacity only bounds the memory of validation in
+    training.
     """
     copied = copy.deepcopy(config)
     if copied.moe is not None:
@@ -80,8 +81,10 @@ def without_capacity(config: _Settings) -> _Settings:
 
 
 def _load_exported(folder: Path) -> tuple[M6ForConditionalGeneration, M6Processor]:
-    """Loads an exported model and checks what transformers only warns of: it draws random weights in place of missing
-    ones, and takes its defaults where ``generation_config.json`` is missing or damaged.
+    """Loads an exported model and refuses it where transformers only warns.
+
+    transformers makes random weights in place of missing ones, and takes its defaults for a missing or damaged
+    ``generation_config.json``.
     """
     read_document(folder / "generation_config.json")
     try:
@@ -115,9 +118,9 @@ def load_run_image_tokenizer(folder: Path) -> ImageTokenizer:
     """Loads the image tokenizer of a run or of an exported model.
 
     Raises:
-        UserError: the model was not trained to draw pictures, or the image tokenizer changed after the training.
+        UserError: the model was not trained to draw images, or the image tokenizer changed after the training.
     """
-    # Imported here: models that do not draw need none of its packages.
+    # Imported here: only drawing needs its packages.
     from m6.tokenizers.image import load_image_tokenizer
 
     if is_exported(folder):
@@ -156,7 +159,7 @@ def open_plain_model(reader: CheckpointReader) -> CheckpointReader:
 
 
 def as_plain_model(reader: CheckpointReader) -> CheckpointReader:
-    """Reads a checkpoint of a Pseudo model, or of one with adapters, as that of the model which computes the same."""
+    """Reads a checkpoint of a Pseudo model, or with adapters, as a checkpoint of an equivalent plain model."""
     if is_pseudo(reader):
         return DelinkedReader(reader.folder)
     return MergedReader(reader.folder) if is_adapted(reader) else reader
@@ -195,8 +198,8 @@ def run_processor(root: Path, config: RunConfig, reader: CheckpointReader) -> M6
 
 
 def make_processor(config: ModelSettings, tokenizer: M6Tokenizer) -> M6Processor:
-    """Makes the processor, which turns prompts and pictures into inputs of a model."""
+    """Makes the processor of prompts and images for a model."""
     side = config.image_size
-    tokenizer.model_max_length = config.max_position_embeddings  # to which transformers' truncation=True cuts a text
+    tokenizer.model_max_length = config.max_position_embeddings  # the limit for transformers' truncation=True
     image_processor = M6ImageProcessor(size={"height": side, "width": side})
     return M6Processor(image_processor, tokenizer, num_patches=config.num_patches)

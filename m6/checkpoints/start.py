@@ -1,4 +1,4 @@
-"""What an attempt starts from: the newest checkpoint of its run, the weights of another model, or nothing."""
+"""The start of an attempt: from the newest checkpoint of its run, the weights of another model, or random weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from m6.runs.placement import misplacement
 
 
 def check_start(config: RunConfig, run: RunDirectory, data: PretrainingData, restart: bool) -> None:
-    """Checks that the attempt can read what it starts from; writes nothing.
+    """Checks whether the attempt can continue its newest checkpoint, or begin with its initial weights; writes nothing.
 
     Args:
         restart: the attempt begins at step 0, whatever the run holds.
 
     Raises:
-        UserError: it was trained with another tokenizer or on other data, the initial weights are missing, or a new run
-            names a source that it does not read.
+        UserError: the checkpoint was trained with another tokenizer or on other data, the initial weights are missing,
+            or a new run names a source but does not read it.
     """
     if complete_checkpoints(run.checkpoints) and not restart:
         check_tokenizer_unchanged(run.checkpoints, data.tokenizer.fingerprint)
@@ -34,7 +34,7 @@ def check_start(config: RunConfig, run: RunDirectory, data: PretrainingData, res
 
 
 def warn_at_start(config: RunConfig, data: PretrainingData, nodes: Sequence[str]) -> None:
-    """Prints what is likely not meant: ranks that lie otherwise than planned, and what of the data will not be seen.
+    """Warns of likely mistakes: a placement of ranks unlike the planner's, and data lost to the model.
 
     Args:
         nodes: the name of each rank's node.

@@ -1,7 +1,7 @@
-"""A run keeps copies of its tokenizers, so that it can be used from any folder and when ``data/`` is gone.
+"""A run keeps copies of its tokenizers, so it can be used from any folder and without ``data/``.
 
 RUN/tokenizer/          of texts
-RUN/image_tokenizer/    of pictures, if the run learns to draw
+RUN/image_tokenizer/    of images, if the run learns to draw
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FOLDERS = (TOKENIZER, IMAGE_TOKENIZER)
 
 
 def keep_tokenizers(root: Path, tokenizer: M6Tokenizer, image_tokenizer: str | Path | None) -> None:
-    """Copies the tokenizers of a run to its folder. Copies of these tokenizers are left as they are.
+    """Copies the tokenizers of a run to its folder, unless equal copies are there.
 
     Args:
         root: the run's folder.
@@ -33,7 +33,7 @@ def keep_tokenizers(root: Path, tokenizer: M6Tokenizer, image_tokenizer: str | P
     if not kept.is_dir() or load_text_tokenizer(kept).fingerprint != tokenizer.fingerprint:
         _replace(kept, lambda folder: tokenizer.save_pretrained(str(folder)))
     if image_tokenizer is not None:
-        # Imported here: models that do not draw need none of its packages.
+        # Imported here: only drawing needs its packages.
         from m6.tokenizers.image import load_image_tokenizer
 
         kept, loaded = root / IMAGE_TOKENIZER, load_image_tokenizer(image_tokenizer)
@@ -42,7 +42,7 @@ def keep_tokenizers(root: Path, tokenizer: M6Tokenizer, image_tokenizer: str | P
 
 
 def copy_kept_tokenizers(source: Path, out: Path) -> None:
-    """Copies what a run keeps to another run's folder; an older run keeps nothing."""
+    """Copies the kept tokenizers of a run to another run's folder, if it has any."""
     for name in _FOLDERS:
         if (source / name).is_dir():
             copy_folder(source / name, out / name)
@@ -52,12 +52,12 @@ Location = TypeVar("Location", str, Path)
 
 
 def find_tokenizer(root: Path, name: str, configured: Location) -> Location | Path:
-    """Returns where a run's tokenizer is: the copy in the run, or what its JSON names for an older run.
+    """Returns where a run's tokenizer is: the copy in the run, or without a copy the folder or name in its JSON.
 
     Args:
         root: the run's folder.
         name: ``TOKENIZER`` or ``IMAGE_TOKENIZER``.
-        configured: the folder that the run's JSON names, or for pictures a name on the Hub.
+        configured: the folder in the run's JSON, or for images a name on the Hub.
 
     Raises:
         UserError: there is no copy, and the folder is missing.
@@ -71,9 +71,9 @@ def find_tokenizer(root: Path, name: str, configured: Location) -> Location | Pa
 
 
 def with_kept_tokenizers(root: Path, config: RunConfig) -> RunConfig:
-    """The configuration of the run in ``root`` with its tokenizers where ``find_tokenizer`` finds them.
+    """The configuration of the run in ``root`` with the results of ``find_tokenizer`` as its tokenizers.
 
-    The folders that its JSON names may be gone, or hold other tokenizers by now.
+    The folders in its JSON may be missing, or hold other tokenizers.
 
     Raises:
         UserError: see ``find_tokenizer``.

@@ -1,4 +1,4 @@
-"""What leaves a run for others: a folder in Hugging Face's format, with a model card and the modelling code."""
+"""Exports of a run: a folder in Hugging Face's format, with a model card and the modelling code."""
 
 from m6.export.folder import export_hf
 from m6.export.hub import check_push, push

@@ -1,4 +1,4 @@
-"""The model card of an export, made of what its run recorded. What the run does not hold is called unknown."""
+"""The model card of an export, made of its run's records. Missing facts are called unknown."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _DRAWING = (
 def model_card(
     run_dir: Path, config: RunConfig, reader: CheckpointReader, dtype: str, licence: str | None = None
 ) -> ModelCard:
-    """Makes the README.md of an exported model, with the header that the Hub reads.
+    """Makes the README.md of an exported model, with the Hub's header.
 
     Args:
         run_dir: the run.
         config: of the run.
-        reader: of the checkpoint that is exported.
+        reader: of the exported checkpoint.
         dtype: type of the exported weights.
-        licence: of the weights, by the name that the Hub has for it; None: not stated.
+        licence: of the weights, by its name on the Hub; None: not stated.
 
     Raises:
         UserError: a record of the run is damaged.
@@ -225,7 +225,7 @@ def _layout(config: RunConfig) -> str:
 
 
 def _attempts(attempts: list[Attempt]) -> list[list[str]]:
-    """Rows about when, on what and with which software the run was trained; without names of hosts and folders."""
+    """Rows about the time, hardware and software of the training; without names of hosts and folders."""
     last = attempts[-1]
     machines = list(dict.fromkeys(f"{each.world_size} x {each.hardware}" for each in attempts))
     packages = ", ".join(f"{name} {last.version(name)}" for name in ("torch", "deepspeed", "transformers"))

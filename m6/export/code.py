@@ -1,9 +1,9 @@
-"""The modelling code of a model as flat files, which transformers loads with ``trust_remote_code``.
+"""The modelling code of a model as flat files, for transformers to load with ``trust_remote_code``.
 
-transformers 5.23 (``dynamic_module_utils``) copies the file that ``auto_map`` names, and whatever that imports by
-``from .module import``, out of the model's folder: neither subfolders nor ``from . import``. It refuses a file that
-imports a package which is not installed, even inside of a function. So the modules of m6 and moe that a model needs are
-collected here, and their imports rewritten: ``from m6.model.attention import Attention`` becomes
+transformers 5.23 (``dynamic_module_utils``) copies two kinds of files out of the model's folder: the file in
+``auto_map``, and its imports by ``from .module import``. It copies neither subfolders nor imports by ``from . import``.
+It refuses a file if one of its imports is not installed, even inside of a function. So the needed modules of m6 and moe
+are collected here, and their imports rewritten: ``from m6.model.attention import Attention`` becomes
 ``from .m6_model_attention import Attention``.
 """
 
@@ -19,7 +19,7 @@ from m6.files import write_text
 
 PACKAGES = ("m6", "moe", "native")
 ENTRY = "modeling_m6"
-"""The module that ``auto_map`` names. All classes come from one module, so that each exists once in a process."""
+"""The module named in ``auto_map``. All classes come from one module, so each exists once in a process."""
 CLASSES = {
     "M6Config": "m6.architecture.configuration",
     "M6ForConditionalGeneration": "m6.model.modeling",
@@ -41,13 +41,13 @@ _LICENCE = "# SPDX-License-Identifier: Apache-2.0\n"
 
 
 def write_code(folder: Path) -> None:
-    """Writes the modules that the classes of ``auto_map`` need to ``folder``."""
+    """Writes the modules of all classes in ``auto_map`` to ``folder``."""
     for name, text in flat_modules().items():
         write_text(folder / f"{name}.py", text)
 
 
 def flat_modules() -> dict[str, str]:
-    """The files without their endings, and their content: ``ENTRY`` and every module that it needs."""
+    """Names without suffix, and contents, of the files: ``ENTRY`` and its imports, direct and indirect."""
     lines = [f"from {_relative(module)} import {name}" for name, module in CLASSES.items()]
     names = "".join(f'    "{name}",\n' for name in CLASSES)
     docstring = f'"""The classes of an M6 model, written by m6-recipes {m6.__version__}."""'
@@ -69,8 +69,8 @@ def rewrite_imports(source: str) -> tuple[str, set[str]]:
         source: of a module; it imports this project's modules by ``from module import name`` only.
 
     Returns:
-        the new source, and the modules that it imports. A name that a package imports from a module of its own, such as
-        ``from moe import MoELayer``, comes from that module, so that the rest of the package is not needed.
+        the new source, and its imported modules. An import from a package, such as ``from moe import MoELayer``,
+        becomes an import from the defining module, so the rest of the package is not needed.
 
     Raises:
         ValueError: an import has another form.
@@ -87,14 +87,14 @@ def rewrite_imports(source: str) -> tuple[str, set[str]]:
             f"{' ' * node.col_offset}from {_relative(module)} import {', '.join(map(ast.unparse, aliases))}\n"
             for module, aliases in statements.items()
         ]
-        # The number of lines stays, so that the numbers of later nodes hold.
+        # The number of lines stays, so the line numbers of later nodes hold.
         lines[node.lineno - 1 : node.end_lineno] = ["".join(new)] + [""] * (int(node.end_lineno or 0) - node.lineno)
         needed |= statements.keys()
     return "".join(lines), needed
 
 
 def _imports(source: str) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The statements that import from this project."""
+    """The imports from this project."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             if any(_is_ours(alias.name) for alias in node.names):
@@ -108,7 +108,7 @@ def _is_ours(module: str) -> bool:
 
 
 def _defining_module(module: str, name: str) -> str:
-    """The module from which ``from module import name`` gets the name in the end."""
+    """The module with the definition of the name in ``from module import name``."""
     file = _file(module)
     if file.name != "__init__.py":
         return module

@@ -1,4 +1,4 @@
-"""A run's newest checkpoint as a folder that ``from_pretrained`` reads, with or without this project.
+"""A run's newest checkpoint as a folder for ``from_pretrained``, with or without this project.
 
 Its weights are written as safetensors files.
 """
@@ -47,8 +47,8 @@ def write_weights(
     Args:
         folder: where the files are written.
         reader: of the checkpoint.
-        model: on the meta device: its names, shapes and types are those of the weights to write.
-        max_shard_bytes: limit of a file. A tensor that is larger gets its own file.
+        model: on the meta device: it gives the names, shapes and types of the weights.
+        max_shard_bytes: limit of a file. A larger tensor gets its own file.
 
     Raises:
         UserError: a weight is missing in the checkpoint, or has another shape.
@@ -56,7 +56,7 @@ def write_weights(
     tensors = model.state_dict()
     for name, tensor in tensors.items():  # before the first shard is written
         check_shape(reader, name, tensor)
-    # huggingface_hub's split_torch_state_dict_into_shards asks for storages, which a tensor on meta does not have.
+    # huggingface_hub's split_torch_state_dict_into_shards asks for storages, and tensors on meta have none.
     split = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor.nbytes,
@@ -87,9 +87,9 @@ def export_hf(
 
     Args:
         run_dir: a run with a complete checkpoint.
-        out: a folder that does not exist or is empty.
+        out: a new or empty folder.
         dtype: type of the floating-point weights, a key of ``DTYPES``.
-        max_shard_bytes: limit of a weight file. A tensor that is larger gets its own file.
+        max_shard_bytes: limit of a weight file. A larger tensor gets its own file.
         licence: of the weights, for the model card; None: not stated.
 
     Raises:
@@ -126,7 +126,7 @@ def export_hf(
                 load_run_image_tokenizer(run_dir).save_pretrained(temporary / IMAGE_TOKENIZER)
             mode = (temporary / "config.json").stat().st_mode
             for file in (path for path in temporary.rglob("*") if path.is_file()):
-                file.chmod(mode)  # safetensors makes files that only their owner may read
+                file.chmod(mode)  # only the owner may read files made by safetensors
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out} cannot be written: {error}") from None
 

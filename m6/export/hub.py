@@ -12,7 +12,7 @@ from m6.errors import UserError
 
 
 def check_push(name: str) -> None:
-    """Checks what can be known before an export about its upload: the name, the network and the token.
+    """Checks the name, the network and the token of an upload, before the export.
 
     Raises:
         UserError: one of them is missing or invalid.
@@ -33,7 +33,7 @@ def push(folder: Path, name: str) -> str:
     """Uploads an exported model; the repository is made private if it does not exist.
 
     Args:
-        folder: what ``export_hf`` wrote.
+        folder: written by ``export_hf``.
         name: of the repository, such as ``user/model``.
 
     Returns:

@@ -17,7 +17,7 @@ from m6.model.modeling import M6ForConditionalGeneration, M6Model
 from m6.model.outputs import M6ModelOutput, M6Output
 from m6.tokenizers import M6ImageProcessor, M6Processor, M6Tokenizer
 
-# Lets the ``from_pretrained`` of the Auto classes load what ``m6 export`` writes.
+# Lets the ``from_pretrained`` of the Auto classes load exports of ``m6 export``.
 AutoConfig.register("m6", M6Config)
 AutoModel.register(M6Config, M6Model)
 AutoModelForCausalLM.register(M6Config, M6ForConditionalGeneration)

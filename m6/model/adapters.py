@@ -1,7 +1,7 @@
 """Low-rank adapters of a model's matrices: LoRA (arXiv 2106.09685).
 
-Those of linear layers are peft's. peft 0.21 also adapts stacked weights, but with all experts in one matrix, which
-cannot be divided over the ranks of expert parallelism; so experts have adapters of their own (``moe.experts``).
+Linear layers have peft's adapters. peft 0.21 also adapts stacked weights, but with all experts in one matrix. Expert
+parallelism cannot shard such a matrix over ranks, so experts have adapters of their own (``moe.experts``).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
 
 
 def add_adapters(model: nn.Module, rank: int, alpha: float, dropout: float, targets: Sequence[AdapterTarget]) -> None:
-    """Replaces matrices W of a model on the meta device by W + alpha / rank * B A, where only A and B are trained.
+    """Replaces matrices W of a model on the meta device by W + alpha / rank * B A; only A and B are trained.
 
     Args:
         model: gets the adapters in place; all its other parameters are frozen.
         rank: rows of A and columns of B.
         alpha: scale of the adapters times ``rank``.
         dropout: rate at the input of A; experts have none.
-        targets: which matrices; the model has some of each.
+        targets: kinds of matrices; the model must have matrices of each kind.
     """
     model.requires_grad_(False)
     modules = [name for target in targets for name in _MODULES.get(target, ())]

@@ -1,4 +1,4 @@
-"""Self-attention, and the prefix-LM mask by which one stack is both encoder and decoder."""
+"""Self-attention, and the prefix-LM mask: it makes one stack both encoder and decoder."""
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,10 @@ LONGEST_PRODUCTS = 192  # keys, see attend_by_products
 
 
 def prefix_lm_mask(token_type_ids: Tensor, sample_ids: Tensor, past_length: int | Tensor = 0) -> Tensor:
-    """The attention mask: pictures and source in both directions, the target causally (M6, section 3).
+    """The attention mask: images and source in both directions, the target causally (M6, section 3).
 
-    A query attends to the keys of its own sample that are not targets, or that are not later than the query. A
-    padding token attends only to itself, which keeps its softmax finite. All layers use the same mask.
+    A query attends to two kinds of keys of its own sample: all keys of images and source, and all keys up to its own
+    position. A padding token attends only to itself, so its softmax stays finite. All layers use the same mask.
 
     Args:
         token_type_ids: int64 [B, S] of the queries.
@@ -32,8 +32,8 @@ def prefix_lm_mask(token_type_ids: Tensor, sample_ids: Tensor, past_length: int 
     keys = sample_ids.shape[1]
     key_index = torch.arange(keys, device=token_type_ids.device)
     query_index = torch.arange(length, device=token_type_ids.device) + past_length
-    # A key without a query of this call is an earlier one, or an unwritten place at the end of a static cache. As a
-    # TARGET it follows only the causal rule, which shows the earlier ones and hides the unwritten ones.
+    # A key without a query in this call is an earlier one, or an unwritten position at the end of a static cache. As a
+    # TARGET it follows only the causal rule. This rule shows earlier keys and hides unwritten ones.
     key_types = token_type_ids.new_full((batch, keys), TARGET).index_copy(1, query_index, token_type_ids)
     query_samples = sample_ids.index_select(1, query_index).unsqueeze(-1)
     reachable = (key_types != TARGET).unsqueeze(1) | (key_index <= query_index.unsqueeze(-1))
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         # [B, S, 3 D] -> three tensors [B, H, S, D / H].
         query, key, value = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         if rotation is not None:
-            # The copy of the values frees the projections, of which autograd then keeps nothing.
+            # The values are copied, so autograd keeps no view of the projections and their memory is freed.
             query, key, value = rotate(query, rotation), rotate(key, rotation), value.contiguous()
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, layer_index)
@@ -85,11 +85,11 @@ class Attention(nn.Module):
 def attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float) -> Tensor:
     """The same as PyTorch's scaled_dot_product_attention, with the whole matrix of scores.
 
-    In 16 bits on a CPU, PyTorch's fused one takes twice as long for 140 tokens, and less for 280
+    In 16 bits on a CPU, PyTorch's fused kernel takes twice as long for 140 tokens, and less time for 280
     (scripts/benchmarks/results/attention_cpu.md).
     """
     scores = query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2)
-    # A sum, because the backward pass of masked_fill would fill the gradient, which is 0 there anyway.
+    # A sum, because the backward pass of masked_fill would fill the gradient, and it is 0 there anyway.
     hidden = torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, -torch.inf)
     # The softmax computes in fp32 and rounds its result.
     weights = (scores + hidden).softmax(dim=-1)

@@ -15,7 +15,7 @@ from m6.model.rotary import Rotation
 from m6.model.slices import SliceCache
 from moe import DeferredLinear, MoELayer, MoEOutput, RoutingStats, defer_gradients
 
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, and its low half too: a generator of the CPU reads 32 bits of a seed
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, and its low half too: the CPU's generator reads only 32 bits of a seed
 
 
 class DenseFFN(nn.Module):
@@ -38,7 +38,7 @@ class BlockOutput(NamedTuple):
         hidden_states: [B, S, D].
         aux_loss: scalar, the weighted losses of a sparse block's router; None for a dense block.
         router_stats: one entry for a sparse block, none for a dense one.
-        aux_losses: [B, S], the numbers of tokens of which ``aux_loss`` is the mean, 0 at padding; None for a dense
+        aux_losses: [B, S], the router losses of tokens, 0 at padding; ``aux_loss`` is their mean. None for a dense
             block and for slices.
     """
 
@@ -78,7 +78,7 @@ class M6Block(GradientCheckpointingLayer):
         Args:
             hidden_states: [B, S, D].
             mask: bool [B, 1, S, K], see ``prefix_lm_mask``.
-            token_mask: int64 [B, S], 0 at padding, which is not routed to experts, and else the number of the sample.
+            token_mask: int64 [B, S], the number of the sample; 0 at padding. Padding is not routed to experts.
             layer_index: the layer's number, see ``Attention.forward``.
             rotation: see ``Attention.forward``.
         """
@@ -97,11 +97,11 @@ class M6Block(GradientCheckpointingLayer):
         rotation: Rotation | None,
         following: Sequence[nn.Module] = (),
     ) -> Generator[None, None, BlockOutput]:
-        """The same, without checkpointing; it pauses whenever tokens are on their way to experts of other ranks.
+        """The same without checkpointing, as a generator. It pauses while a dispatch or combine is in flight.
 
         Args:
-            following: the blocks up to the next pause. The backward pass computes the gradients of their weights while
-                the gradients of this block's output are on their way to the experts.
+            following: the blocks up to the next pause. The backward pass delays the gradients of their weights, and
+                computes them while the all-to-all of this block's output gradients is in flight.
         """
         hidden_states, normed = self._attend(hidden_states, mask, layer_index, None, rotation)
         if isinstance(self.ffn, DenseFFN):
@@ -130,7 +130,7 @@ class M6Block(GradientCheckpointingLayer):
 def _deferring(
     following: Sequence[nn.Module], trip: Generator[None, None, MoEOutput]
 ) -> Generator[None, None, MoEOutput]:
-    """Runs a trip to experts, and defers gradients of the next blocks at its second pause, when tokens come back."""
+    """Runs dispatch, experts and combine, and defers weight gradients of the next blocks at the combine."""
     num_pauses = 0
     while True:
         try:
@@ -171,7 +171,7 @@ def run_blocks(
 
 
 def seed_layer(seed: int | None, place: int, device: torch.device) -> None:
-    """Seeds the random numbers of one layer, which then do not depend on the layers that a process computed before.
+    """Seeds the random numbers of one layer, so they do not depend on the earlier layers of a process.
 
     Args:
         seed: of the micro-batch; None changes nothing.
@@ -180,7 +180,7 @@ def seed_layer(seed: int | None, place: int, device: torch.device) -> None:
     """
     if seed is not None:
         number = (seed + place * _SEED_STRIDE) % 2**63
-        # Not torch.manual_seed, which takes a millisecond to note the seed for kinds of devices that are absent.
+        # Not torch.manual_seed: it takes a millisecond to note the seed for absent kinds of devices.
         torch.default_generator.manual_seed(number)
         if device.type not in ("cpu", "meta"):
             torch.get_device_module(device).manual_seed(number)

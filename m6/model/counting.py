@@ -17,15 +17,15 @@ def num_parameters(
 
     Args:
         config: of the model.
-        sharing: what the layers of the Pseudo model share; a shared parameter counts once. None: the Real model.
-        experts_per_token: routed experts that compute a token of a sparse layer, in the mean over the tokens, such as
-            ``RunConfig.expected_routing`` says. None: all that it chooses, as without a capacity.
+        sharing: the weight sharing of the Pseudo model; a shared parameter counts once. None: the Real model.
+        experts_per_token: the mean number of routed experts per token of a sparse layer after drops by the capacity,
+            for example from ``RunConfig.expected_routing``. None: all chosen experts, as without a capacity.
 
     Returns:
         ``embeddings`` (tokens, positions, segments), ``patch_encoder``, ``attention``, ``ffn`` (dense layers),
         ``experts``, ``router`` and ``norms``; ``total``, their sum; and ``active_per_token``, the total without the
-        routed experts that do not compute a token. A token chooses ``num_prototypes * top_k`` experts of each layer; a
-        capacity may drop some of them. Shared experts compute every token.
+        idle routed experts of a token. A token chooses ``num_prototypes * top_k`` experts of each layer; a capacity may
+        drop some of them. Shared experts compute every token.
     """
     width, layers = config.hidden_size, range(config.num_layers)
     sparse = [layer for layer in layers if config.is_moe_layer(layer)]

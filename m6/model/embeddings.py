@@ -14,7 +14,7 @@ _FIRST_CODE = 2  # position of the first code in a target, after <bos> and <boi>
 class M6Embeddings(nn.Module):
     """The sum of content (token or patch), learned position in its modality, and segment (M6, section 3).
 
-    With ``code_grid_size`` the embeddings of an image code's row and column are added too, also where it is hidden.
+    With ``code_grid_size`` the embeddings of an image code's row and column are added too, also for a hidden code.
     """
 
     def __init__(self, config: ModelSettings) -> None:
@@ -41,13 +41,13 @@ class M6Embeddings(nn.Module):
 
         Args:
             input_ids, token_type_ids, position_ids: int64 [B, S].
-            pixel_values: [N, 3, image_size, image_size], in row-major order of the pictures' first placeholders.
+            pixel_values: [N, 3, image_size, image_size], in row-major order of the images' first placeholders.
 
         Returns:
             [B, S, hidden_size].
 
         Raises:
-            UserError: the number of placeholders is not ``N * num_patches``, pictures have another size, or a text is
+            UserError: the number of placeholders is not ``N * num_patches``, images have another size, or a text is
                 longer than the model has positions.
         """
         is_patch = (input_ids == self.image_token_id) & (token_type_ids == IMAGE)
@@ -59,8 +59,8 @@ class M6Embeddings(nn.Module):
         return self.dropout(embedded + self.segments(token_type_ids))
 
     def _check_length(self, text_positions: Tensor, token_type_ids: Tensor) -> None:
-        # It waits for the device, as the search for patches does. A decoding step, which must not, is not checked here:
-        # generate knows before its first step how long a target can become.
+        # This check waits for the device, as the search for patches does. A decoding step must not wait, so it is not
+        # checked here: generate checks the largest length of a target before its first step.
         limit = self.text_positions.num_embeddings
         if bool((text_positions >= limit).any()):
             last = int(text_positions.max())
@@ -74,8 +74,8 @@ class M6Embeddings(nn.Module):
         self, embedded: Tensor, is_patch: Tensor, position_ids: Tensor, pixel_values: Tensor | None
     ) -> Tensor:
         if pixel_values is None:
-            # An empty batch of pictures gives the patch encoder a gradient of zeros. Data-parallel ranks with and
-            # without pictures then reduce the same tensors.
+            # An empty batch of images gives the patch encoder a gradient of zeros. Data-parallel ranks with and without
+            # images then reduce the same tensors.
             pixel_values = embedded.new_empty(0, 3, self.image_size, self.image_size)
         side = self.image_size
         if pixel_values.shape[1:] != (3, side, side):
@@ -101,7 +101,7 @@ class M6Embeddings(nn.Module):
         embedded = self.tokens(input_ids) + self.text_positions(position_ids)
         if self.code_grid_size:
             is_code = (input_ids >= self.first_code_id) | (input_ids == self.code_mask_id)
-            # The lookup includes tokens that are not codes, so that both tables have a gradient on every rank.
+            # The lookup includes tokens other than codes, so both tables have a gradient on every rank.
             place = ((position_ids - _FIRST_CODE) // self.codes_per_place).clamp(0, self.code_grid_size**2 - 1)
             rows = self.code_rows(place // self.code_grid_size)
             embedded = embedded + is_code.unsqueeze(-1) * (rows + self.code_columns(place % self.code_grid_size))

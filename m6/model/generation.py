@@ -19,16 +19,16 @@ _OBJECTIVES = "learned_objectives"
 class M6GenerationMixin(GenerationMixin):
     """``generate`` for prompts of the form ``[<image> x P]? source <bos> [begin of the target]``.
 
-    P is the number of patches of a picture.
+    P is the number of patches of an image.
     """
 
     config: M6Config
 
     @property
     def decodings(self) -> list[Decoding]:
-        """The ways to draw for which the model was trained, the default first.
+        """The trained decoding methods for image codes, the default first.
 
-        They are saved in ``generation_config.json``. A model that does not name them draws from left to right.
+        They are saved in ``generation_config.json``. A model without this entry decodes from left to right.
         """
         return getattr(self.generation_config, _DECODINGS, ["left_to_right"])
 
@@ -38,9 +38,9 @@ class M6GenerationMixin(GenerationMixin):
 
     @property
     def code_temperature(self) -> float:
-        """The temperature of drawing, unless a caller names another; saved beside ``decodings``.
+        """The default sampling temperature of image codes, saved together with ``decodings``.
 
-        It is not transformers' ``temperature``, which would change how texts are sampled.
+        It is separate from transformers' ``temperature``, since the latter would change the sampling of texts.
         """
         return getattr(self.generation_config, _TEMPERATURE, TEMPERATURE)
 
@@ -50,7 +50,7 @@ class M6GenerationMixin(GenerationMixin):
 
     @property
     def learned_objectives(self) -> list[str]:
-        """The objectives that the model says it was trained on; none if its ``generation_config.json`` does not say."""
+        """The training objectives in ``generation_config.json``; none without this entry."""
         names = getattr(self.generation_config, _OBJECTIVES, None)
         return names if isinstance(names, list) else []
 
@@ -60,25 +60,24 @@ class M6GenerationMixin(GenerationMixin):
 
     def _keep(self, name: str, value: Any) -> None:
         setattr(self.generation_config, name, value)
-        # from_pretrained drops what it does not know of a file that claims to follow from the model's configuration.
+        # With _from_model_config, from_pretrained would drop unknown entries of the file.
         self.generation_config._from_model_config = False
 
     @torch.no_grad()
     def generate(  # type: ignore[override]
         self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
     ) -> Any:
-        """Runs transformers' ``generate`` on prompts that are padded on the left.
+        """Runs transformers' ``generate`` on left-padded prompts.
 
         Args:
             inputs: int64 [B, S] prompts, also accepted as ``input_ids``; each holds ``<bos>`` and at most one
-                picture. ``attention_mask``, ``token_type_ids`` and ``position_ids`` are derived when absent.
+                image. ``attention_mask``, ``token_type_ids`` and ``position_ids`` are derived when absent.
             generation_config: as in transformers.
             kwargs: as in transformers, and ``pixel_values``.
 
         Raises:
-            UserError: a prompt has no ``<bos>``, two pictures or padding at its end, the source or the target would
-                need more positions than the model has learned, or an argument asks for what does not work with this
-                model.
+            UserError: a prompt has no ``<bos>``, two images or padding at its end, the source or the target would need
+                more positions than the model has learned, or an argument does not work with this model.
         """
         input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         if input_ids is None:
@@ -104,19 +103,19 @@ class M6GenerationMixin(GenerationMixin):
         )
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See transformers, whose version 5.23 also gives the tokenizer of ``stop_strings`` to the forward pass."""
+        """See transformers. Version 5.23 also gives the tokenizer of ``stop_strings`` to the forward pass; drop it."""
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc, arg-type]
         return {name: value for name, value in inputs.items() if name not in ("tokenizer", "assistant_tokenizer")}
 
     def _check_length(
         self, prompt_length: int, position_ids: Tensor, generation_config: GenerationConfig, kwargs: dict[str, Any]
     ) -> None:
-        own = self.generation_config  # from which transformers takes what the given one leaves open
+        own = self.generation_config  # transformers takes from it all values not set in the given one
         new_tokens = kwargs.get("max_new_tokens", _first(generation_config.max_new_tokens, own.max_new_tokens))
         length = kwargs.get("max_length", _first(generation_config.max_length, own.max_length))
         if new_tokens is None and length is not None:
             new_tokens = length - prompt_length
-        # Positions count the target only: source and picture have their own.
+        # Positions count the target only: source and image have their own.
         prompt, limit = int(position_ids[:, -1].max()) + 1, self.config.max_position_embeddings
         if new_tokens is not None and prompt + new_tokens > limit + 1:  # the last new token is never an input
             raise UserError(
@@ -128,7 +127,7 @@ class M6GenerationMixin(GenerationMixin):
     def create_masks_for_generate(
         attention_mask: Tensor | None, past_key_values: Cache, inputs_embeds: Tensor, **_: Any
     ) -> Tensor | None:
-        """Pads the mask to [B, K], the constant length of a static cache, so that a compiled forward is reused.
+        """Pads the mask to [B, K], the constant length of a static cache, so a compiled forward is reused.
 
         The model makes the prefix-LM mask from it. transformers' own mask would be causal everywhere.
         """

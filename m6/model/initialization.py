@@ -1,4 +1,4 @@
-"""Initial weights that are the same for every layout of the run."""
+"""Initial weights, identical for every layout of the run."""
 
 import hashlib
 import math
@@ -19,16 +19,16 @@ def initialize_parameters(model: PreTrainedModel, seed: int, only_missing: bool 
 
     A value depends only on the seed, the parameter's name and the expert's number in its whole layer. A run thus
     starts from the same weights with any world size, expert-parallel size, device and data type. The parameters may
-    be uninitialised memory (``torch.device("meta")``, then ``to_empty``). A parameter that several modules share is
-    drawn once, with its first name.
+    be uninitialised memory (``torch.device("meta")``, then ``to_empty``). A parameter shared by several modules is
+    initialized once, with its first name.
 
     Matrices are normal with standard deviation ``initializer_range``, divided by ``sqrt(2 * num_layers)`` if they
     write to the residual stream (GPT-2, Megatron-LM). Biases are 0, norms are 1.
 
     Args:
-        model: an M6Model, or a model that holds one as ``model``; this prefix is not part of the names.
+        model: an M6Model, or a model with an M6Model as ``model``; this prefix is not part of the names.
         seed: any integer.
-        only_missing: skip tensors that transformers has marked as loaded from a checkpoint.
+        only_missing: skip tensors marked by transformers as loaded from a checkpoint.
     """
     pretrained = [module for module in model.modules() if isinstance(module, EfficientNetPatchEncoder)]
     if only_missing:
@@ -60,7 +60,7 @@ def _is_loaded(tensor: Tensor) -> bool:
 
 def _initialize(tensor: Tensor, name: str, module: nn.Module, config: ModelSettings, seed: int) -> None:
     shard = getattr(tensor, "shard", None)
-    if shard is not None:  # a part of a matrix that is divided over ranks
+    if shard is not None:  # a part of a matrix sharded over ranks
         whole = tensor.new_empty(shard.shape)
         _initialize(whole, name, module, config, seed)
         tensor.copy_(shard.of(whole).reshape(tensor.shape))
@@ -88,7 +88,7 @@ def _initialize(tensor: Tensor, name: str, module: nn.Module, config: ModelSetti
 
 def _deviation(name: str, tensor: Tensor, config: ModelSettings) -> float:
     if name.endswith(DOWN):
-        return 1 / math.sqrt(3 * tensor.shape[-1])  # as wide as the uniform numbers of peft
+        return 1 / math.sqrt(3 * tensor.shape[-1])  # the deviation of peft's uniform numbers
     deviation = config.initializer_range
     scaled = ("attention.output.weight", "ffn.output.weight", "experts.w_out")
     if name.endswith((*scaled, "shared.w_out")):
@@ -100,8 +100,8 @@ def _deviation(name: str, tensor: Tensor, config: ModelSettings) -> float:
 
 
 def _draw(tensor: Tensor, deviation: float, seed: int, name: str, expert: int | None = None) -> None:
-    """Fills ``tensor`` with normal numbers, drawn on the CPU in fp32, since generators differ between devices."""
+    """Fills ``tensor`` with normal numbers, made on the CPU in fp32, since generators differ between devices."""
     digest = hashlib.blake2b(f"{seed}/{name}/{expert}".encode(), digest_size=8).digest()
-    # A hash of the name, so that a tensor's values do not depend on which tensors were drawn before.
+    # A hash of the name, so a tensor's values do not depend on the tensors initialized before it.
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     tensor.copy_(torch.empty(tensor.shape).normal_(0.0, deviation, generator=generator))

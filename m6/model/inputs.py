@@ -1,4 +1,4 @@
-"""Derives token types and positions of rows that have none, such as the prompts of ``generate``."""
+"""Derives missing token types and positions of rows, for example of prompts for ``generate``."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def derive_token_type_ids(input_ids: Tensor, real: Tensor, image_token_id: int, 
 
 
 def derive_position_ids(token_type_ids: Tensor, sample_ids: Tensor) -> Tensor:
-    """Derives positions, which restart at 0 where the sample or the token type changes.
+    """Derives positions. They restart at 0 where the sample or the token type changes.
 
     Args:
         token_type_ids: int64 [B, S].

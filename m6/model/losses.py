@@ -1,7 +1,7 @@
 """The losses of targets: a text token competes with the joint vocabulary, an image code with its own codebook.
 
-Where a code comes and of which book is fixed, and drawing takes nothing else there (:mod:`m6.generation`), so a model
-need not learn it, nor compute the scores of all other tokens.
+The places of image codes and their codebooks are fixed, and generation chooses nothing else there
+(:mod:`m6.generation`). So a model need not learn them, nor compute the scores of all other tokens.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from torch.nn import functional as F
 
 from m6.architecture.settings import ModelSettings
 
-ROWS_IN_CACHE = 64  # of logits, whose loss a CPU computes at once
+ROWS_IN_CACHE = 64  # rows of logits per cross entropy on a CPU
 
 
 def losses_of_states(hidden_states: Tensor, table: Tensor, targets: Tensor, config: ModelSettings) -> Tensor:
     """The loss of each target, [N] in at least fp32.
 
     Args:
-        hidden_states: [N, D], from which the targets are predicted.
+        hidden_states: [N, D], the last hidden states before the targets.
         table: [V, D], the output matrix.
         targets: int64 [N], ids of the joint vocabulary.
     """
@@ -49,7 +49,7 @@ def _losses(targets: Tensor, config: ModelSettings, logits_of: Callable[[Tensor 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The loss of each target, [N], from logits [N, V] and int64 [N], in at least fp32.
 
-    A sum over a large vocabulary loses too much in 16 bits. A CPU takes a few rows at a time, which then stay in its
+    A sum over a large vocabulary loses too much in 16 bits. A CPU takes a few rows at a time, so they stay in its
     cache.
     """
     precise = torch.promote_types(logits.dtype, torch.float32)

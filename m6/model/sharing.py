@@ -1,4 +1,4 @@
-"""Lets the layers of a model share modules, as ``m6.architecture.sharing`` describes it."""
+"""Makes the layers of a model share modules, see ``m6.architecture.sharing``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from m6.architecture.sharing import Sharing
 def share_layers(model: nn.Module, sharing: Sharing) -> None:
     """Replaces the shared modules of each layer by those of the first layer of its group.
 
-    Call it on the meta device, before parameters are allocated, and after expert parallelism, which splits the
-    experts of each layer.
+    Call it on the meta device, before parameters are allocated, and after expert parallelism has split the experts of
+    each layer.
     """
     # The blocks may be in the model itself or in a submodule.
     layers: Any = next(m.layers for m in model.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList))
@@ -25,7 +25,7 @@ def share_layers(model: nn.Module, sharing: Sharing) -> None:
 
 
 def count_uses(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Counts the uses of each parameter: the number of layers that share it, or 1."""
+    """Counts the uses of each parameter: the number of its layers, or 1 outside of layers."""
     return Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
 
 

@@ -1,6 +1,6 @@
-"""Slices of rows of tokens: where rows may be cut, and the keys that a slice leaves to the later ones.
+"""Sequence slices: the legal positions for cuts, and the keys and values passed from a slice to later ones.
 
-After TeraPipe (arXiv 2102.07988) and Seq1F1B (arXiv 2406.03488), which cut causal rows at any token.
+After TeraPipe (arXiv 2102.07988) and Seq1F1B (arXiv 2406.03488). Their causal rows may be cut at any token.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from moe import TokenPart, TokenParts
 
 
 def legal_cuts(token_type_ids: Tensor, sample_ids: Tensor) -> list[int]:
-    """The places where all rows of a micro-batch may be cut: no token before one reads a token behind it.
+    """The positions for cuts through all rows of a micro-batch: no earlier token attends to a later one.
 
-    These are ``p for p in range(1, S) if not mask[:, :, :p, p:].any()`` of ``prefix_lm_mask``: places inside of
-    targets, between packed samples and in padding, but none inside of pictures and sources, which are read in both
-    directions.
+    These are ``p for p in range(1, S) if not mask[:, :, :p, p:].any()`` of ``prefix_lm_mask``: positions inside of
+    targets, between packed samples and in padding. Images and sources have none inside, since their attention is
+    bidirectional.
 
     Args:
         token_type_ids, sample_ids: int64 [B, S], see ``MicroBatch``.
 
     Returns:
-        the increasing places; a row that is cut at p has slices of p and of S - p tokens.
+        the increasing positions; a cut at p makes slices of p and of S - p tokens.
     """
     length = token_type_ids.shape[1]
     index = torch.arange(length, device=token_type_ids.device)
-    # What is no target is read by its whole sample, so each token of a sample reads as far as the last of these.
+    # The whole sample attends to all its tokens outside of the target, so each token attends at least to the last one.
     ahead = torch.where(token_type_ids != TARGET, index, -1)
     last = ahead.new_full((len(ahead), int(sample_ids.max()) + 1), -1).scatter_reduce(1, sample_ids, ahead, "amax")
     read = torch.where(sample_ids != 0, last.gather(1, sample_ids), -1)
@@ -39,7 +39,7 @@ def legal_cuts(token_type_ids: Tensor, sample_ids: Tensor) -> list[int]:
 
 
 def nearest_cuts(legal: Sequence[int], length: int, slices: int) -> list[int]:
-    """The legal places that are nearest to those of equal slices; fewer than ``slices - 1`` if some are the same.
+    """The legal positions nearest to the cuts of equal slices; fewer than ``slices - 1`` if some coincide.
 
     Args:
         legal: see ``legal_cuts``.
@@ -51,7 +51,7 @@ def nearest_cuts(legal: Sequence[int], length: int, slices: int) -> list[int]:
 
 
 class SliceKeys:
-    """What the slices of a micro-batch leave for each other in the layers of one stage: keys, values, and choices.
+    """Keys, values and routing choices of a micro-batch's slices in the layers of one stage, for later slices.
 
     Args:
         sample_ids: int64 [B, S] of whole rows, on the CPU.
@@ -64,15 +64,15 @@ class SliceKeys:
         self._routed: dict[int, TokenParts] = {}
 
     def of_slice(self, begin: int) -> SliceCache:
-        """What the blocks get as ``past_key_values`` for the slice that begins at this token."""
+        """The ``past_key_values`` of all blocks for the slice beginning at this token."""
         return SliceCache(self, begin)
 
     def routed(self, layer_index: int) -> TokenParts:
-        """What the calls of a sparse layer leave for each other."""
+        """The routing choices of a sparse layer for all slices."""
         return self._routed.setdefault(layer_index, TokenParts(self._num_tokens, self._samples))
 
     def join(self, part: int, layer_index: int, new: Tensor, begin: int) -> Tensor:
-        """Appends keys (part 0) or values (part 1) of a slice to those before; see ``_Join``."""
+        """Appends keys (part 0) or values (part 1) of a slice to the earlier ones; see ``_Join``."""
         if (part, layer_index) not in self._parts:
             self._parts[part, layer_index] = _Sequence(new, self._length)
         joined: Tensor = _Join.apply(new, self._parts[part, layer_index], begin)
@@ -80,15 +80,15 @@ class SliceKeys:
 
 
 class SliceCache:
-    """One slice's view of ``SliceKeys``; ``update`` is that of a cache of transformers."""
+    """One slice's view of ``SliceKeys``, with the ``update`` of a transformers cache."""
 
     def __init__(self, keys: SliceKeys, begin: int) -> None:
         self._keys, self._begin = keys, begin
 
     def update(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
-        """Maps this slice's keys and values [B, H, T, size] to those of this and all earlier ones, [B, H, ..., size].
+        """Adds this slice's keys and values [B, H, T, size]; returns all up to its end, [B, H, ..., size].
 
-        A second call, by activation checkpointing, writes the same once more.
+        A second call by activation checkpointing writes the same values again.
         """
         return (
             self._keys.join(0, layer_index, key, self._begin),
@@ -96,31 +96,32 @@ class SliceCache:
         )
 
     def part(self, layer_index: int) -> TokenPart:
-        """Which of all tokens a sparse layer gets."""
+        """The position of this slice among all tokens of the rows, for a sparse layer."""
         return TokenPart(self._keys.routed(layer_index), self._begin)
 
 
 class _Sequence:
-    """The keys, or the values, of a layer for whole rows, and the gradients that slices have sent to them.
+    """The keys, or the values, of a layer for whole rows, and the sum of their gradients from slices.
 
-    Slices share one tensor: a copy of all earlier keys for each of them would hold (n + 1) / 2 times as many.
+    Slices share one tensor: with a copy of all earlier keys, each of n slices would need (n + 1) / 2 times as much
+    memory on average.
     """
 
     def __init__(self, new: Tensor, length: int) -> None:
         self._values = new.new_empty(*new.shape[:2], length, new.shape[3])
         self._gradient: Tensor | None = None
-        self._left = 0  # tokens that are here and whose gradients are not complete
+        self._left = 0  # tokens without complete gradients
 
     def extend(self, new: Tensor, begin: int) -> Tensor:
         """Writes [B, H, T, size] at ``begin``, and returns all up to the end of it."""
         end = begin + new.shape[2]
         self._left = max(self._left, end)
-        # Autograd refuses saved tensors that were written to later. Each slice writes where earlier ones do not read.
+        # ``data``, since autograd refuses saved tensors after a write. Earlier slices do not read the new part.
         self._values.data[:, :, begin:end] = new
         return self._values.data[:, :, :end]
 
     def collect(self, gradient: Tensor, begin: int) -> Tensor:
-        """Adds what a slice sends to itself and to earlier ones, and returns the gradient of its own part."""
+        """Adds a slice's gradients of its own and of earlier parts, and returns the gradient of its own part."""
         end = gradient.shape[2]
         assert end == self._left, "the backward pass of a slice came before that of the next one"
         if self._gradient is None:
@@ -129,7 +130,7 @@ class _Sequence:
             self._gradient[:, :, :end] += gradient
         self._left = begin
         own = self._gradient[:, :, begin:end]
-        if begin == 0:  # no pass is left
+        if begin == 0:  # this was the last backward pass
             self._gradient = None
             self._values = self._values.new_empty(0)
         return own
@@ -138,8 +139,8 @@ class _Sequence:
 class _Join(torch.autograd.Function):
     """Appends a slice's part to a sequence.
 
-    Later slices read this slice's part, but not through autograd. Their backward passes come first and leave their
-    gradients in the sequence, so that the backward pass of this slice takes all of them.
+    Later slices read this slice's part, but not through autograd. Their backward passes come first and add their
+    gradients to the sequence, so the backward pass of this slice gets the whole sum.
     """
 
     @staticmethod

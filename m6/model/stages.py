@@ -1,4 +1,4 @@
-"""A stage of a pipeline: consecutive layers of the model, with the names that they have in the whole model."""
+"""A stage of a pipeline: consecutive layers of the model, under their names in the whole model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Routed = tuple[Tensor, RoutingStats]
 
 
 class _BlockInputs(NamedTuple):
-    """What all blocks get of a micro-batch beside the hidden states."""
+    """The inputs of all blocks for a micro-batch, without the hidden states."""
 
     mask: Tensor
     token_mask: Tensor
@@ -42,7 +42,7 @@ class _BlockInputs(NamedTuple):
 
 
 def keep_layers(model: M6ForConditionalGeneration, layers: set[int]) -> None:
-    """Takes everything out of a model that only other layers need; what stays keeps its name.
+    """Removes all modules of other layers from a model; the names of the rest stay.
 
     The embeddings belong to the first layer, the final norm to the last one. Call it on the meta device.
     """
@@ -57,13 +57,13 @@ def keep_layers(model: M6ForConditionalGeneration, layers: set[int]) -> None:
 
 
 class ModelStage(nn.Module):
-    """Consecutive layers: maps the hidden states before them to those after them, or the last ones to losses.
+    """Consecutive layers of the model. The last stage also computes the losses.
 
     Args:
-        model: the part of the model that this process holds, see ``keep_layers``.
+        model: this process's part of the model, see ``keep_layers``.
         layers: numbers of the layers of this stage.
-        table: the token embedding, the output matrix of the last stage. It belongs to the first stage; where that is
-            elsewhere, this is a copy.
+        table: the token embedding, the output matrix of the last stage. It belongs to the first stage; on another rank
+            than the first stage's this is a copy.
     """
 
     def __init__(self, model: M6ForConditionalGeneration, layers: range, table: nn.Parameter | None) -> None:
@@ -97,15 +97,15 @@ class ModelStage(nn.Module):
 
         Args:
             hidden_states: [B, S, D], or [B, T, D]; None in the first stage.
-            inputs: ``MicroBatch.model_inputs``; those of slices have the ``sample_ids`` of all tokens up to their end.
-            labels: int64 [B, S]; those of slices also have the label behind their end.
+            inputs: ``MicroBatch.model_inputs``; for a slice, with the ``sample_ids`` of all tokens up to its end.
+            labels: int64 [B, S]; for a slice, with one more label behind its end.
             dropout_seed: see ``M6Model.forward``.
             past: keys and values of earlier slices.
 
         Returns:
-            the hidden states after the layers, and what the stage adds to the loss and to the statistics: ``aux_loss``
-            of its own layers, ``router_stats`` of all layers of the model, zero for those of other stages, and in the
-            last stage ``target_losses``.
+            the hidden states after the layers, and the stage's part of loss and statistics: ``aux_loss`` of its own
+            layers, ``router_stats`` of all layers of the model, with zeros for other stages, and in the last stage
+            ``target_losses``.
         """
         hidden_states, given = self._enter(hidden_states, inputs, dropout_seed)
         blocks = zip(self.numbers, self.layers, strict=True)
@@ -122,10 +122,10 @@ class ModelStage(nn.Module):
         dropout_seeds: Sequence[int | None],
         device: torch.device,
     ) -> list[M6Output]:
-        """Runs all layers of a model on micro-batches that take turns, see ``m6.model.turns``.
+        """Runs all layers of a model on interleaved micro-batches, see ``m6.model.turns``.
 
-        With activation checkpointing they do so in each block, which then runs again for all of them in the backward
-        pass: a block's last tokens are back before the next block begins.
+        With activation checkpointing the micro-batches interleave inside of each block, and the backward pass runs the
+        block again for all of them. So the last combine of a block ends before the next block begins.
 
         Args:
             batches: inputs and labels of each micro-batch, see ``forward``.
@@ -144,7 +144,7 @@ class ModelStage(nn.Module):
             return take_turns((given.trip(index, block, hidden) for hidden, (_, given) in each), device)
 
         for index, block in zip(self.numbers, self.layers, strict=True):
-            # An early stop would leave exchanges of the other micro-batches without their ends.
+            # An early stop would leave all-to-alls of the other micro-batches unfinished.
             outputs: list[BlockOutput] = checkpoint(run, index, block, *states, use_reentrant=False, early_stop=False)
             states = [output.hidden_states for output in outputs]
             for own, output in zip(routed, outputs, strict=True):
@@ -153,7 +153,7 @@ class ModelStage(nn.Module):
         return [self._leave(hidden_states, own, labels)[1] for hidden_states, own, (_, labels) in ends]
 
     def _up_to_a_pause(self, begin: int) -> list[nn.Module]:
-        """The blocks from this place on, up to the first whose tokens go to experts."""
+        """The blocks from this place on, up to and with the first sparse one."""
         blocks = list(self.layers)[begin:]
         sparse = (isinstance(block, M6Block) and isinstance(block.ffn, MoELayer) for block in blocks)
         return blocks[: next((place for place, pauses in enumerate(sparse, 1) if pauses), len(blocks))]
@@ -161,7 +161,7 @@ class ModelStage(nn.Module):
     def _trip(
         self, inputs: dict[str, Tensor], labels: Tensor, dropout_seed: int | None
     ) -> Generator[None, None, M6Output]:
-        """Runs all layers, and pauses whenever tokens are on their way to experts of other ranks."""
+        """Runs all layers, and pauses while an all-to-all with experts of other ranks is in flight."""
         hidden_states, given = self._enter(None, inputs, dropout_seed)
         routed: list[Routed | None] = []
         for block in self._up_to_a_pause(0):
@@ -175,7 +175,7 @@ class ModelStage(nn.Module):
     def _enter(
         self, hidden_states: Tensor | None, inputs: dict[str, Tensor], dropout_seed: int | None
     ) -> tuple[Tensor, _BlockInputs]:
-        """The hidden states before the first block, and what all blocks get beside them."""
+        """The hidden states before the first block, and the other inputs of all blocks."""
         types, samples = inputs["token_type_ids"], inputs["sample_ids"]
         if self.embeddings is not None:
             seed_layer(dropout_seed, 0, types.device)
@@ -187,7 +187,7 @@ class ModelStage(nn.Module):
         return hidden_states, _BlockInputs(mask, samples[:, begin:], rotation, dropout_seed)
 
     def _leave(self, hidden_states: Tensor, routed: Sequence[Routed | None], labels: Tensor) -> tuple[Tensor, M6Output]:
-        """What ``forward`` returns, from the hidden states after the blocks and what their routers say."""
+        """The result of ``forward``, from the hidden states and the routing after the blocks."""
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
         stats: dict[int, RoutingStats] = {}
         for index, of_block in zip(self.numbers, routed, strict=True):
@@ -213,7 +213,7 @@ def _routed(output: BlockOutput) -> Routed | None:
 
 
 def no_statistics(config: MoEConfig, device: torch.device) -> RoutingStats:
-    """The statistics of a layer that has routed no token."""
+    """The statistics of a layer without a routed token."""
     experts, prototypes = (
         torch.zeros(config.num_experts, device=device),
         torch.zeros(config.num_prototypes, device=device),

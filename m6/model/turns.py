@@ -1,7 +1,7 @@
-"""Forward passes that take turns: a micro-batch is computed while the tokens of another one are on their way.
+"""Batch-level overlap: one micro-batch is computed while the all-to-all of another one is in flight.
 
-As DeepSeek-V3 (arXiv 2412.19437, section 3.4) does for inference. The order of the backward pass is the mirrored one,
-since autograd runs backwards.
+DeepSeek-V3 (arXiv 2412.19437, section 3.4) does so in inference. The backward pass has the mirrored order, since
+autograd runs backwards.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from torch import Tensor
 
 T = TypeVar("T")
 Pass = Generator[None, None, T]
-"""A pass that pauses whenever its tokens are on their way; its value is its output."""
+"""A forward pass as a generator. It pauses while an all-to-all is in flight; its value is its output."""
 
 
 def take_turns(passes: Iterable[Pass[T]], device: torch.device) -> list[T]:
-    """Runs passes to their ends; each goes on until its tokens are on their way, then the next one does.
+    """Interleaves passes until all have ended: at each pause of a pass the next pass continues.
 
-    A pass draws the random numbers that it would draw alone, if it seeds the generators itself at its begin.
+    The state of the random generators is saved at each pause and restored after it. So a pass gets the same random
+    numbers as alone, if it seeds the generators itself at its begin.
 
     Args:
-        device: whose generator the passes use, beside that of the CPU.
+        device: the device of the generators used by the passes, in addition to the CPU's.
 
     Returns:
         The values of the passes.

@@ -1,4 +1,4 @@
-"""The page about a corpus: what was read, removed and kept, with histograms, examples and sheets of small pictures."""
+"""The page about a corpus: numbers read, removed and kept, with histograms, examples and sheets of thumbnails."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from m6.files import atomic_path, write_text
 from m6.formatting import markdown_table
 from m6.plots.style import plotting, save_figure
 
-_CELL = 96  # pixels; pictures of the record are no larger
+_CELL = 96  # pixels, the largest side of images in the record
 _GAP = 8
-_COLUMNS = 10  # pictures, or half as many pairs
+_COLUMNS = 10  # images, or half as many pairs
 
 
 def write_sheet(samples: Sequence[Sample], out: Path) -> None:
-    """Writes a PNG of the pictures of samples, in rows; beside each copy is what was kept instead.
+    """Writes a PNG with the images of samples in rows. Next to a removed duplicate stands the kept image.
 
     Args:
-        samples: samples with pictures.
+        samples: samples with images.
         out: the PNG file.
     """
     cells = [[each.picture] if each.kept_picture is None else [each.picture, each.kept_picture] for each in samples]
@@ -54,7 +54,7 @@ def write_corpus_page(data: Path, out: Path) -> Path:
     """Writes ``report.md`` and its figures.
 
     Args:
-        data: a folder that ``m6 data corpus`` made.
+        data: a folder made by ``m6 data corpus``.
         out: the folder of the page.
 
     Returns:
@@ -88,7 +88,7 @@ def write_corpus_page(data: Path, out: Path) -> Path:
 
 
 def _pictures(inputs: Mapping[str, Tally], total: Tally, out: Path) -> Iterator[str]:
-    """Writes contact sheets and yields their sections; nothing without pictures."""
+    """Writes contact sheets and yields their sections; nothing without images."""
     if "read" not in total.histograms or not total.histograms["read"].sides:
         return
     _plot_sides(total.histograms["read"], out / "sides.png")
@@ -197,7 +197,7 @@ def _plot(bars: Mapping[str, list[int]], ticks: list[str], title: str, out: Path
 
 
 def _cell(text: str) -> str:
-    # Texts of strangers: no markup of theirs, and no line break, which would end the table.
+    # Texts of strangers: escape their markup, and line breaks, since these would end the table.
     return html.escape(text).replace("|", "&#124;").replace("`", "&#96;").replace("\n", " ⏎ ").replace("[", "&#91;")
 
 

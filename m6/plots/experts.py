@@ -84,7 +84,7 @@ def _draw_layer(axes: Axes, steps: list[int], loads: NDArray[np.float32], protot
     from matplotlib.ticker import MaxNLocator
 
     limit = math.log2(_FACTOR)
-    powers = np.ma.log2(loads)  # masks zeros, which are then drawn in the colour "bad"
+    powers = np.ma.log2(loads)  # masks zeros; they are drawn in the colour "bad"
     colours = colormaps["RdBu_r"].with_extremes(bad="black")
     num_experts = loads.shape[1]
     # A column covers the steps from the previous log line to its own.

@@ -1,4 +1,4 @@
-"""Plots of what plans cost and give: step time over device memory, loss over days."""
+"""Plots of plans: step time over device memory, and loss over days."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def draw_losses(curves: Mapping[str, Sequence[tuple[float, float]]], out: Path, 
     Args:
         curves: (time, loss in nats a token) by label.
         out: the PNG to write.
-        time: what the horizontal axis counts.
+        time: label of the horizontal axis.
 
     Returns:
         ``out``.

@@ -21,7 +21,7 @@ def plot_memory(run_dir: Path, out: Path | None = None) -> Path:
     """Draws the planned and the actual device memory at each use of a chunk of experts in one step.
 
     Args:
-        run_dir: a run with ``m6.offload`` that has finished two steps since its last start.
+        run_dir: a run with ``m6.offload``, with two finished steps since its last start.
         out: the PNG to write; by default RUN/memory.png.
 
     Returns:

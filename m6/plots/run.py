@@ -31,7 +31,7 @@ Entries = list[dict[str, Any]]
 
 
 def staged(training: Entries) -> Entries:
-    """Returns the entries that belong to a stage; empty for a run without stages."""
+    """Returns the entries with a phase (Pseudo or Real); empty for a run without phases."""
     return [entry for entry in training if "stage" in entry]
 
 
@@ -108,7 +108,7 @@ def mark_switch(axes: Axes, at: float) -> None:
     )
 
 
-# The palette of Okabe and Ito, which is distinguishable for people with colour vision deficiency.
+# The palette of Okabe and Ito: people with colour vision deficiency can distinguish its colours.
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999")
 # Each objective has its own panel, so colours may repeat.
 _COLOURS = dict(zip(OBJECTIVES, itertools.cycle(_PALETTE), strict=False))
@@ -259,7 +259,7 @@ def _draw_layers(axes: Axes, entries: Entries, key: str, title: str, legend: boo
 
 
 def smoothed(values: Sequence[float]) -> NDArray[np.float64]:
-    """Returns a centred weighted mean over about 5 % of the curve. Values that are not finite are ignored.
+    """Returns a centred weighted mean over about 5 % of the curve. Non-finite values are ignored.
 
     The window is cut at the ends of the curve.
     """

@@ -1,4 +1,4 @@
-"""The style of all plots, and how they are written."""
+"""The style of all plots, and the writing of figures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plotting(**changes: Any) -> Iterator[ModuleType]:
 
 @functools.cache
 def _chinese_families() -> tuple[str, ...]:
-    """Registers the Chinese font, and returns its family: matplotlib takes from it the glyphs that its own lacks."""
+    """Registers the Chinese font and returns its family. matplotlib uses it for glyphs missing in its own fonts."""
     from matplotlib import font_manager
 
     path = chinese_font()
@@ -58,7 +58,7 @@ def _chinese_families() -> tuple[str, ...]:
     manager = font_manager.fontManager
     manager.addfont(path)
     entry = manager.ttflist[-1]
-    # Bold titles take the one weight that there is; without an entry for it matplotlib would warn in every plot.
+    # Bold titles use the only weight of this font. Without this entry matplotlib would warn in every plot.
     manager.ttflist.append(replace(entry, weight=700))
     return (entry.name,)
 

@@ -1,6 +1,6 @@
-"""The fewest of today's devices that train each large configuration: ``python -m m6.plots.todays_clusters``.
+"""The least number of today's devices for each large configuration: ``python -m m6.plots.todays_clusters``.
 
-It writes a page and a picture.
+It writes a page and a plot.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _WEIGHT_BYTES = 2  # of a parameter in 16 bits
 
 @dataclass(frozen=True)
 class LeastDevices:
-    """A run on the fewest devices that can train it.
+    """A run on the least sufficient number of devices.
 
     Attributes:
         devices: a power of two of whole nodes.
         total: of ``booking``.
         stages: of the run.
-        too_few: why half as many devices do not do; None: half as many are no whole node.
+        too_few: why half as many devices are not enough; None: half as many are no whole node.
     """
 
     devices: int
@@ -64,7 +64,7 @@ def least_devices(config: RunConfig, cluster: Cluster, time_limit_min: int) -> L
 
 
 def _plan(planner: Planner, time_limit_min: int) -> tuple[dict[str, Any], list[StageBooking]] | str:
-    """The cost of the run, or why a stage of it does not fit."""
+    """The cost of the run, or why one of its stages does not fit."""
     stages = training_stages(planner)
     results = search_stages(stages)
     for result in results:
@@ -75,7 +75,7 @@ def _plan(planner: Planner, time_limit_min: int) -> tuple[dict[str, Any], list[S
 
 
 def _exceeds_all_memory(config: RunConfig, cluster: Cluster) -> str | None:
-    """Says so if the weights alone are larger than all memory of devices and hosts, which saves a search."""
+    """The message for weights larger than all memory of devices and hosts; None otherwise. It saves a search."""
     weights = _WEIGHT_BYTES * num_parameters(config.model)["total"]
     memory = sum(
         node.count * (node.devices_per_node * node.device.memory_bytes + node.host.memory_bytes)
@@ -92,8 +92,8 @@ Sizes = Mapping[str, Mapping[str, LeastDevices]]
 
 
 def plan_size(name: str, labels: Iterable[str] = CLUSTERS) -> dict[str, LeastDevices]:
-    """The least devices of these clusters that train the shipped configuration ``name``."""
-    # Copies of checkpoints, written beside the training, would take the host memory that few GPUs need for experts.
+    """The least devices of each of these clusters for the shipped configuration ``name``."""
+    # Asynchronous checkpoints would keep copies in host memory, and few GPUs need all of it for experts.
     config = load_config(CONFIGS / f"{name}.json", ("m6.checkpoint.async_save=false",))
     clusters = {label: load_cluster(Path(CLUSTERS[label])) for label in labels}
     return {label: least_devices(config, cluster, TIME_LIMIT_MIN) for label, cluster in clusters.items()}
@@ -148,7 +148,7 @@ GPU of half as many needs in the layout that lacks least.
 
 
 def digest_of(page: str) -> str:
-    """What the picture's metadata hold, so that a picture of another page is noticed."""
+    """The digest for the plot's metadata: it shows whether the plot belongs to this page."""
     return hashlib.sha256(page.encode()).hexdigest()
 
 

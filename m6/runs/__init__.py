@@ -1,1 +1,1 @@
-"""What a run needs around the training itself: its folder, processes, signals, data and trackers."""
+"""The surroundings of a run's training: its folder, processes, signals, data and trackers."""

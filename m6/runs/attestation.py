@@ -1,4 +1,7 @@
-"""Compares at the start what the ranks run: one with another learning rate or other data would train on unnoticed."""
+"""Compares code, configuration and data of all ranks at the start.
+
+A rank with another learning rate or other data would otherwise train on unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ _PACKAGES = (
     "torch", "deepspeed", "transformers", "tokenizers", "safetensors", "sentencepiece", "numpy", "pyarrow", "pillow",
     "pydantic", "peft", "triton",
 )  # fmt: skip
-# Variables that choose numbers, kernels or collectives. Others may differ, such as names of network cards.
+# These variables choose numbers, kernels or collectives. Others may differ, such as names of network cards.
 _VARIABLES = (
     "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "DNNL_MAX_CPU_ISA", "DS_ACCELERATOR", "HF_HUB_OFFLINE",
     "MKL_CBWR", "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_COLLNET_ENABLE", "NCCL_CROSS_NIC",
@@ -42,7 +45,7 @@ _VARIABLES = (
     "TORCH_NCCL_BLOCKING_WAIT", "WORLD_SIZE",
 )  # fmt: skip
 _SOURCES = ("m6", "moe", "offload", "native")
-# Differences that are named of one rank, and ranks that are named.
+# The most differences of one rank in a message, and the most ranks.
 _NAMED = 4
 _ABSENT = "absent"
 # NFS may show a folder as it was a minute ago.
@@ -50,15 +53,15 @@ _VISIBLE_AFTER_S, _POLL_S = 60.0, 0.5
 
 
 def attest(config: RunConfig, runtime: Runtime, restart: bool = False) -> None:
-    """Compares what all ranks run with: configuration, code, versions, environment, data and tokenizers.
+    """Compares configuration, code, versions, environment, data and tokenizers of all ranks.
 
-    Every rank calls this function, before anything else that depends on them. Equal ranks exchange a checksum each.
+    Every rank calls this function before it uses any of them. Equal ranks exchange only a checksum.
 
     Args:
-        restart: whether this rank was told to begin at step 0.
+        restart: whether the command line of this rank has ``--restart``.
 
     Raises:
-        UserError: on every rank, with the ranks that differ from rank 0, their nodes, the keys and both values.
+        UserError: on every rank if one differs from rank 0, with the ranks, their nodes, the keys and both values.
     """
     if runtime.world_size == 1:
         return
@@ -82,17 +85,17 @@ def attest(config: RunConfig, runtime: Runtime, restart: bool = False) -> None:
 
 
 def check_shared(root: Path, runtime: Runtime) -> None:
-    """Checks that all ranks see the folder of the run that rank 0 writes into. Every rank calls this function.
+    """Checks whether all ranks see files of rank 0 in the run's folder. Every rank calls this function.
 
     Raises:
-        StorageError: on every rank, with those that do not see a file of rank 0, and their nodes.
+        StorageError: on every rank if one sees no file of rank 0, with these ranks and their nodes.
     """
     if runtime.world_size == 1:
         return
     prefix = ".shared_"
 
     def write() -> str:
-        for old in root.glob(f"{prefix}*"):  # of an attempt that was killed
+        for old in root.glob(f"{prefix}*"):  # of a killed attempt
             old.unlink(missing_ok=True)
         name = prefix + secrets.token_hex(8)
         write_text(root / name, name)
@@ -112,7 +115,7 @@ def check_shared(root: Path, runtime: Runtime) -> None:
 def _appears(file: Path, content: str) -> bool:
     deadline = time.monotonic() + _VISIBLE_AFTER_S
     while True:
-        for folder in (file.parent.parent, file.parent):  # to open a folder makes NFS ask its server
+        for folder in (file.parent.parent, file.parent):  # opening a folder makes NFS ask its server
             with contextlib.suppress(OSError):
                 os.scandir(folder).close()
         try:
@@ -126,7 +129,7 @@ def _appears(file: Path, content: str) -> bool:
 
 
 def _facts(config: RunConfig, restart: bool) -> dict[str, str]:
-    """What has to be equal on all ranks, by name."""
+    """All values to compare, by name."""
     data = config.m6.data
     folders = {"m6.data.tokenizer": data.tokenizer, "m6.data.image_tokenizer": data.image_tokenizer}
     facts = dict(_flatten(config.document))
@@ -161,7 +164,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     if torch.cuda.is_available():
         yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
     for name in _PACKAGES:
-        # What is loaded decides, and may be another copy than the one that is installed.
+        # The loaded copy decides. It may be another one than the installed copy.
         loaded = getattr(sys.modules.get(name), "__version__", None)
         try:
             yield name, str(loaded or importlib.metadata.version(name))
@@ -185,7 +188,7 @@ def _checksum(file: Path) -> str:
 
 
 def _differences(own: dict[str, str], of_main: dict[str, str]) -> list[str]:
-    """Each difference in words; the configuration comes first, since it explains others."""
+    """Each difference in words. The configuration comes first, since it may explain the others."""
     keys = [*of_main, *(key for key in own if key not in of_main)]
     pairs = ((key, own.get(key, _ABSENT), of_main.get(key, _ABSENT)) for key in keys)
     return [f"{key} is {_short(mine)} instead of {_short(theirs)}" for key, mine, theirs in pairs if mine != theirs]

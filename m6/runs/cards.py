@@ -13,7 +13,7 @@ _FOR_OLDER_CARDS = (
 
 
 def lacking_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> str:
-    """Says that a build has no kernels for a card, and which one has; empty if it has, or if its kernels are not known.
+    """The message for a build without kernels for a card; empty if it has some, or if its kernels are unknown.
 
     From PyTorch 2.11 on, the default build, of CUDA 13, begins with Turing. Volta (V100) is in the build of CUDA 12.6.
 

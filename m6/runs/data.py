@@ -1,4 +1,4 @@
-"""Opens the data of a run, checks that the model can read it, and records where it comes from."""
+"""Opens the data of a run, checks whether the model can read it, and records its origin."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def open_data(config: RunConfig, split: str = "train") -> PretrainingData:
 
 
 def check_sources_are_read(data: PretrainingData) -> None:
-    """Raises UserError if ``m6.data.sources`` gives a weight to a source that no objective of the run reads."""
+    """Raises UserError if ``m6.data.sources`` gives a weight to a source, but no objective of the run reads it."""
     if data.settings.sources is None:
         return
     kinds = {source_kind(name) for name in data.active_objectives}
@@ -63,9 +63,9 @@ def check_sources_are_read(data: PretrainingData) -> None:
 
 
 def data_warnings(config: RunConfig, data: PretrainingData) -> list[str]:
-    """What of the data the model will not see: pixels that were not stored, ends of captions, questions and texts.
+    """Warnings about data lost to the model: pixels lost by scaling, and the ends of captions, questions and texts.
 
-    Of texts without a label or a picture, an end is not missed.
+    The end of a plain text without a label or an image is no loss, so it causes no warning.
     """
     kinds = {name: data.manifest.sources[name].kind for name in data.sources}
     pairs = itertools.product(data.active_objectives, data.sources)
@@ -86,16 +86,16 @@ def data_warnings(config: RunConfig, data: PretrainingData) -> list[str]:
 
 
 def keep_sources(root: Path, data: PretrainingData) -> None:
-    """Writes RUN/sources.json: the entries of ``manifest.json`` for the sources that the run reads.
+    """Writes RUN/sources.json: the entries of ``manifest.json`` for the sources of the run.
 
-    Kinds, licences and origins are then known when the data folder is gone.
+    Kinds, licences and origins then stay known without the data folder.
     """
     read = {name: data.manifest.sources[name] for name in data.sources}
     write_json(root / SOURCES, Manifest(sources=read).model_dump(exclude_none=True, include={"format", "sources"}))
 
 
 def kept_sources(root: Path) -> Manifest | None:
-    """What ``keep_sources`` wrote; None for an older run, which has no such file.
+    """Reads RUN/sources.json; None if a run has no such file.
 
     Raises:
         UserError: the file is damaged.
@@ -110,7 +110,7 @@ def kept_sources(root: Path) -> Manifest | None:
 
 
 def keep_captions(root: Path, data: PretrainingData, init: Path | None) -> None:
-    """Writes RUN/captions.json if a run learns to draw and the file is not there: its captions, and those of ``init``.
+    """Writes RUN/captions.json if a run learns to draw and has no such file: its own captions and those of ``init``.
 
     Args:
         root: the run.
@@ -129,7 +129,7 @@ def write_captions(folder: Path, seen: SeenCaptions) -> None:
 
 
 def kept_captions(folder: Path) -> SeenCaptions | None:
-    """The record of a run or of an exported model; None if it has none: it does not draw, or is older.
+    """Reads captions.json of a run or of an exported model; None if there is no such file.
 
     Raises:
         UserError: the file is damaged.
@@ -144,10 +144,10 @@ def kept_captions(folder: Path) -> SeenCaptions | None:
 
 
 def check_sources_unchanged(root: Path, data: PretrainingData) -> None:
-    """Raises UserError if the training rows are not those that RUN/sources.json names; an older run has no such file.
+    """Raises UserError if the training rows differ from RUN/sources.json. Without this file nothing is checked.
 
-    Which rows a step reads depends on all training rows of all sources. With others the mixture and the order would
-    change from this step on, and nothing would say any more what the run has learned from. Held-out rows, licences and
+    The rows of a step depend on all training rows of all sources. With other rows the mixture and the order would
+    change from this step on, and the record of the run's training data would be lost. Held-out rows, licences and
     origins may change.
     """
     kept = kept_sources(root)
@@ -165,7 +165,7 @@ def check_sources_unchanged(root: Path, data: PretrainingData) -> None:
 
 
 def _training_data(manifest: Manifest, sources: Iterable[str]) -> dict[str, tuple[str, list[str]]]:
-    """What decides which rows are read for which objective: each source's kind and the checksums of its shards."""
+    """The kind and the checksums of the shards of each source. They decide which objective reads which rows."""
     return {
         name: (manifest.sources[name].kind, [shard.sha256 for shard in manifest.split(name, "train").shards])
         for name in sources

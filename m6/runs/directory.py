@@ -3,22 +3,22 @@
 RUN/config.json      the JSON of the run, as validated
 RUN/provenance/      one folder per attempt: git commit and patch, command, hardware, environment, package versions
 RUN/sources.json     the sources of the data with their licences, see m6/runs/data.py
-RUN/initial.json     the run that the initial weights come from, see m6/checkpoints/ancestry.py
-RUN/captions.json    of what the captions are made that a run learns to draw, see m6/data/captions.py
+RUN/initial.json     the run or model of the initial weights, see m6/checkpoints/ancestry.py
+RUN/captions.json    pieces and character pairs of all captions, if the run learns to draw, see m6/data/captions.py
 RUN/metrics.jsonl    one line per log interval; a restart causes no duplicates and no gaps
-RUN/bad_rows_rank_*  rows of the data that could not be used, by step; also without duplicates and gaps
-RUN/samples/         pictures of fixed captions, by step
+RUN/bad_rows_rank_*  unusable rows of the data, by step; also without duplicates and gaps
+RUN/samples/         images of fixed captions, by step
 RUN/offload/         the memory of offloaded experts, see m6/training/offloading/report.py
-RUN/nonfinite/       the batches of a step that ended the run because it was not finite
-RUN/fault.json       the last fault after which the run began again from a checkpoint, see m6/training/faults.py
+RUN/nonfinite/       the batches of a step that was not finite and ended the run
+RUN/fault.json       the last fault before the run returned to a checkpoint, see m6/training/faults.py
 RUN/checkpoints/     see m6/checkpoints/format.py
 RUN/progress         the last finished step and its time; touched while the run waits for a checkpoint
 RUN/loading          touched while an attempt reads its checkpoint
 RUN/DONE             the run is finished
 RUN/FATAL            the run failed and another attempt would fail too; the file holds the reason
 RUN/STOP             created by a person: save, then end
-RUN/last_checkpoint  names the last complete checkpoint, to notice that the checkpoints are gone
-RUN/lock             held by the process that trains the run
+RUN/last_checkpoint  names the last complete checkpoint, to notice missing checkpoints
+RUN/lock             held by the training process
 RUN/SAVE             created by a person: save, then continue; removed when the checkpoint is complete
 RUN/slurm/           files of the job scripts, see scripts/slurm/README.md
 
@@ -43,7 +43,7 @@ from m6.files import atomic_path, cut_lines_after, parse_object, read_note, sync
 from m6.lock import FolderLock
 from m6.runs.provenance import record_attempt
 
-# Sections that may change between two attempts at a run: they set neither model, data order nor schedule.
+# These sections may change between two attempts at a run: they set neither model, data order nor schedule.
 _MAY_CHANGE = ("parallel", "communication", "elastic", "offload", "checkpoint", "logging", "evaluation", "samples")
 _IDENTIFYING = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "optimizer", "fp16", "bf16",
@@ -52,12 +52,12 @@ _IDENTIFYING = (
 
 
 def identity(document: dict[str, Any]) -> dict[str, Any]:
-    """The part of a run's JSON that must be equal in all attempts at the run."""
+    """The part of a run's JSON to be equal in all attempts at the run."""
     m6 = {key: value for key, value in document.get("m6", {}).items() if key not in _MAY_CHANGE}
-    # Of these sections, only the keys that change the layout of the run and not its results may change.
+    # In the following sections only keys of the run's layout may change, since they do not change its results.
     m6["offload"] = {"optimizer": (document.get("m6", {}).get("offload") or {}).get("optimizer")}
     training = m6.get("training", {}).items()
-    # A limit that ended a run may be raised to go on with it.
+    # If a limit ended a run, a higher limit may continue it.
     layout = [
         *("ep_size", "total_steps", "activation_checkpointing", "micro_batches_at_once"),
         *("max_skipped_steps", "check_replicas_interval_steps"),
@@ -84,7 +84,7 @@ def first_difference(old: Any, new: Any, path: str = "") -> str:
     return "" if old == new else f"its {path} is {old!r}, this one's is {new!r}"
 
 
-# Numbers that every line has which the training writes after an interval.
+# Numbers in every line of an interval of steps.
 _OF_INTERVAL = (
     "time", "samples_seen", "tokens_seen", "skipped_steps", "bad_rows", "step_time_s", "data_wait_s",
     "checkpoint_stall_s", "tokens_per_second", "samples_per_second", "memory_bytes",
@@ -94,14 +94,14 @@ _SECTIONS = ("objectives", "validation", "validation_by_source", "experts", "gra
 
 
 class Entry(dict[str, Any]):
-    """A line, or a part of one; a key that is not there is a damage of the file."""
+    """A line, or a part of one. To read a missing key is an error: the file is damaged."""
 
     def __missing__(self, key: str) -> Any:
         raise UserError(f'metrics.jsonl: corrupt: an entry has no "{key}"')
 
 
 def check_entry(entry: dict[str, Any]) -> Entry:
-    """Checks the types of what is read by its name, and that other values are of a kind that lines have.
+    """Checks the types of all known keys of a line.
 
     Raises:
         ValueError: a value is of another type.
@@ -119,7 +119,7 @@ def check_entry(entry: dict[str, Any]) -> Entry:
 
 
 def _check_section(name: str, value: object, depth: int) -> None:
-    """Checks an object whose values are numbers or null, or such objects; those of experts are lists, one a layer."""
+    """Checks an object of numbers, nulls or further objects; in ``experts``, of lists with an entry for each layer."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {value!r:.80}, expected an object")
     for key, each in value.items():
@@ -148,48 +148,21 @@ def _with_keys(value: Any) -> Any:
 
 
 _LOADING_S = 10.0
-_OPTIONAL = ("offload", "moe", "pseudo_to_real")  # sections of which a part identifies a run
+_OPTIONAL = ("offload", "moe", "pseudo_to_real")  # ``identity`` reads keys of these sections
 _BAD_ROWS, _STEP_OF_ROW = "bad_rows_rank_*.txt", re.compile(rb"step (\d{1,18}): ")
 LAST_CHECKPOINT = "last_checkpoint"
-
-
-"""The file in a run's folder that names its last complete checkpoint."""
-
-
+"""The file with the name of the run's last complete checkpoint."""
 PROGRESS = "progress"
-
-
-"""The file that shows that a run is alive."""
-
-
+"""The file touched by a running attempt: a sign of life."""
 LOADING = "loading"
-
-
-"""The file that shows that an attempt reads its checkpoint, which may take longer than any step."""
-
-
+"""The file touched while an attempt reads its checkpoint. Reading may take longer than any step."""
 SOURCES, INITIAL, CAPTIONS = "sources.json", "initial.json", "captions.json"
-
-
-"""The files in a run's folder that name the sources of its data, the run that its initial weights come from, and what
-its captions are made of."""
-
-
+"""The files about the sources of the data, the origin of the initial weights, and the words of the captions."""
 SAMPLES, OFFLOAD, NONFINITE = "samples", "offload", "nonfinite"
-
-
-"""The folders in a run's folder with pictures of steps, the memory of offloaded experts, and batches not finite."""
-
-
+"""The folders of images by step, of the memory of offloaded experts, and of batches with values not finite."""
 FAULT = "fault.json"
-
-
-"""The file in a run's folder that records a fault, to know it when it comes back."""
-
-
+"""The file with the last fault, to recognise it when it occurs again."""
 WANDB_ID, TENSORBOARD = "wandb_id", "tensorboard"
-
-
 """The file with the run's id in Weights & Biases, and the folder of TensorBoard's points."""
 
 
@@ -208,7 +181,7 @@ class RunDirectory:
         self._progress_time = self._loading_time = float("-inf")  # the first step is always written
 
     def check(self, config: RunConfig) -> None:
-        """Checks that ``config`` can be trained in this folder; writes nothing.
+        """Checks whether ``config`` can be trained in this folder; writes nothing.
 
         Raises:
             UserError: the folder holds another run or other files, cannot be written, or ended as FATAL.
@@ -216,7 +189,7 @@ class RunDirectory:
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"{self.root} is a file; --run-dir takes a folder")
         recorded = self.root / "config.json"
-        # Listed before config.json is looked for: an attempt that starts now writes that file before others.
+        # The folder is listed before config.json is looked for: a starting attempt writes config.json first.
         foreign = self.root.is_dir() and not all(_precedes_config(path.name) for path in self.root.iterdir())
         if recorded.exists():
             old = _read_document(recorded)
@@ -242,7 +215,7 @@ class RunDirectory:
             raise UserError(f"{self.root} ended as FATAL: {reason}. Remove {self.root / 'FATAL'} to try again")
 
     def open(self, config: RunConfig, world_size: int, nodes: Sequence[str] = ()) -> None:
-        """Creates the folder and records this attempt. A finished run that became longer is not done any more.
+        """Creates the folder and records this attempt. If a finished run became longer, it removes DONE.
 
         Args:
             nodes: the name of the node of each rank, if it is known.
@@ -269,16 +242,16 @@ class RunDirectory:
             return True
 
     def _has_trained(self) -> bool:
-        """Whether an attempt came as far as a step: before that a folder is free for another run."""
+        """Whether an attempt reached a step. Before its first step a folder is free for another run."""
         return self.metrics.exists() or (self.root / PROGRESS).exists() or self.checkpoints.exists()
 
     def check_never_saved(self, problems: list[str]) -> None:
-        """Raises UserError if the run has completed a checkpoint; for a run that has no checkpoint to resume from.
+        """Raises UserError if the run once completed a checkpoint. Called when there is no whole checkpoint to resume.
 
-        The checkpoints may lie on a disk that is not mounted, and a run must not begin anew unasked.
+        The checkpoints may lie on an unmounted disk, and a run must not begin anew unasked.
 
         Args:
-            problems: of the checkpoints that are there.
+            problems: of the existing checkpoints.
         """
         file = self.root / LAST_CHECKPOINT
         if file.exists():
@@ -290,11 +263,11 @@ class RunDirectory:
             )
 
     def restart(self) -> None:
-        """Moves what the steps so far have left to RUN/before_restart_NNN, so that the run begins at step 0.
+        """Moves the files of all steps so far to RUN/before_restart_NNN, so the run begins at step 0.
 
-        Its trackers begin anew, too: points of steps that they have already seen would be dropped or mixed up. So do
-        the job scripts, which would count old attempts from step 0 as if they had just failed. Data and initial weights
-        may be others from now on, so their records go with the steps that they belong to.
+        Trackers begin anew, too: they would drop or mix up points of steps seen before. The record of the job scripts
+        is also moved, since they would count old attempts from step 0 as new failures. Data and initial weights may be
+        others from now on, so their records move as well.
         """
         of_steps = (PROGRESS, "DONE", LAST_CHECKPOINT, SAMPLES, OFFLOAD, NONFINITE, FAULT)
         others = (*of_steps, SOURCES, INITIAL, CAPTIONS, WANDB_ID, TENSORBOARD, "slurm/attempts.txt")
@@ -308,23 +281,23 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turns an OSError, such as that of a full disk, into a StorageError that names the folder."""
+        """Turns an OSError, for example of a full disk, into a StorageError with the name of the folder."""
         try:
             yield
         except OSError as error:
             raise StorageError(f"{self.root} cannot be written: {error.strerror or error}") from None
 
     def cut_metrics_after(self, step: int) -> list[int]:
-        """Removes the metrics of later steps, which a resumed run repeats, and an incomplete last line.
+        """Removes an incomplete last line and the metrics of later steps, since a resumed run repeats these steps.
 
         Returns:
-            the numbers of damaged lines, which are moved to RUN/metrics.jsonl.damaged.
+            the numbers of damaged lines; the lines are moved to RUN/metrics.jsonl.damaged.
         """
         with self._writing():
             return cut_lines_after(self.metrics, step)
 
     def lost_metrics(self, step: int, interval_steps: int) -> str:
-        """Says what RUN/metrics.jsonl lacks of the steps before a checkpoint; empty if it lacks nothing.
+        """Says which steps before a checkpoint are missing in RUN/metrics.jsonl; empty if none is.
 
         Args:
             step: of the checkpoint.
@@ -338,12 +311,12 @@ class RunDirectory:
         return f"{self.metrics} {state}, but the checkpoint is of step {step}: curves and reports lack what is between"
 
     def append_metrics(self, entry: dict[str, Any]) -> None:
-        """Appends one line to RUN/metrics.jsonl; numbers that are not finite become null."""
+        """Appends one line to RUN/metrics.jsonl; non-finite numbers become null."""
         with self._writing(), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_without_nonfinite(entry), ensure_ascii=False, allow_nan=False) + "\n")
 
     def sync_metrics(self) -> None:
-        """Flushes RUN/metrics.jsonl to the disk, so that no checkpoint is newer than the metrics before it."""
+        """Flushes RUN/metrics.jsonl to the disk, so no checkpoint is newer than the metrics before it."""
         if self.metrics.exists():
             sync(self.metrics)
 
@@ -377,10 +350,10 @@ class RunDirectory:
                 lines.writelines(f"step {step}: {row}\n" for row in rows)
 
     def cut_bad_rows_after(self, step: int) -> None:
-        """Removes unusable rows of later steps, which a resumed run lists again, from the files of all ranks."""
+        """Removes unusable rows of later steps from the files of all ranks, since a resumed run lists them again."""
         with self._writing():
             for file in self.root.glob(_BAD_ROWS):
-                *lines, _ = file.read_bytes().split(b"\n")  # what follows the last line break is half written
+                *lines, _ = file.read_bytes().split(b"\n")  # the part after the last line break is half-written
                 steps = [_STEP_OF_ROW.match(line) for line in lines]
                 kept = [found.string + b"\n" for found in steps if found is not None and int(found[1]) <= step]
                 with atomic_path(file) as temporary:
@@ -389,14 +362,14 @@ class RunDirectory:
     def write_progress(self, step: int, total_steps: int) -> None:
         """Records the last finished step, at most once a second.
 
-        The file shows that the run is alive. It is not flushed to the disk, since that would delay the training.
+        The file is a sign of life. It is not flushed to the disk, because a flush would delay the training.
         """
         now = time.monotonic()
         if now - self._progress_time < 1.0 and step < total_steps:
             return
         self._progress_time = now
         with self._writing():
-            temporary = self.root / ".progress.tmp"  # a reader never sees a file that is only half written
+            temporary = self.root / ".progress.tmp"  # a reader never sees a half-written file
             entry = {"step": step, "total_steps": total_steps, "time": time.time()}
             try:
                 temporary.write_text(json.dumps(entry) + "\n", encoding="utf-8")
@@ -405,11 +378,11 @@ class RunDirectory:
                 temporary.unlink(missing_ok=True)  # of a full disk
 
     def show_loading(self) -> None:
-        """Shows, at most every ten seconds, that this attempt goes on reading its checkpoint."""
+        """Touches RUN/loading, at most every ten seconds, as a sign of life while the checkpoint is read."""
         now = time.monotonic()
         if now - self._loading_time >= _LOADING_S:
             self._loading_time = now
-            with contextlib.suppress(OSError):  # the reading itself tells of a file system that fails
+            with contextlib.suppress(OSError):  # a failing file system shows in the reading itself
                 (self.root / LOADING).touch()
 
     def finish(self, step: int) -> None:
@@ -431,7 +404,7 @@ class RunDirectory:
         return (self.root / "SAVE").is_file()
 
     def remove_save_request(self) -> None:
-        """Removes RUN/SAVE, which tells its author that the checkpoint is complete."""
+        """Removes RUN/SAVE. Its author sees from this that the checkpoint is complete."""
         (self.root / "SAVE").unlink(missing_ok=True)
 
 
@@ -469,5 +442,5 @@ def _without_nonfinite(value: Any) -> Any:
 
 
 def _precedes_config(name: str) -> bool:
-    """Whether the job scripts, or an attempt that is starting or was killed then, write this before config.json."""
+    """Whether a file may be older than config.json: of the job scripts, or of an attempt starting or killed early."""
     return name in ("slurm", "lock") or (name.startswith(".config.json.") and name.endswith(".tmp"))

@@ -1,19 +1,19 @@
-"""What a launcher says of this process in the environment: its rank, the number of ranks, and how they lie on nodes.
+"""The launcher's environment variables: the rank of this process, the number of ranks, and their placement on nodes.
 
-It is read before torch is imported, so that a configuration that does not fit the ranks is refused at once.
+They are read before torch is imported, so a configuration unfit for the ranks is refused at once.
 """
 
 from __future__ import annotations
 
 import os
 
-# The variables of torchrun and deepspeed, and those of srun with the same meaning.
+# The variables of torchrun and deepspeed, and the variables of srun with the same meaning.
 _RANK_VARIABLES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 
 
 def is_under_srun() -> bool:
     """Whether srun started this process, and not another launcher inside of a job."""
-    # SLURM_PROCID alone is not enough: an interactive shell that srun started has it too.
+    # SLURM_PROCID alone is not enough: an interactive shell of srun has it too.
     return "RANK" not in os.environ and "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ
 
 
@@ -26,7 +26,7 @@ def rank_variables() -> dict[str, str]:
 
 
 def world_size_of_environment() -> int:
-    """The number of ranks that the launcher started; needs no process group."""
+    """The number of ranks started by the launcher; needs no process group."""
     return int(rank_variables()["WORLD_SIZE"])
 
 
@@ -36,7 +36,7 @@ def is_main_of_environment() -> bool:
 
 
 def ranks_per_node(world_size: int) -> int:
-    """The most ranks of ``world_size`` that the launcher starts on a node, or all if it does not say so.
+    """The largest number of ranks on a node by the launcher's variables, or ``world_size`` without such variables.
 
     Needs no process group.
     """
@@ -45,6 +45,6 @@ def ranks_per_node(world_size: int) -> int:
             return int(os.environ[name])
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         if name in os.environ:  # such as 8(x3),4: 8 tasks on each of 3 nodes and 4 on another
-            # A process that srun did not start has the variables of its job.
+            # Without srun the variables are the job's, and may name more tasks than this run has ranks.
             return min(world_size, max(int(part.split("(")[0]) for part in os.environ[name].split(",")))
     return world_size

@@ -1,7 +1,7 @@
-"""Evidence from a rank that hangs: the stacks of its threads and its last collectives.
+"""Diagnostics of a hanging rank: the stacks of its threads and its last collectives.
 
-The job scripts name a folder in M6_ATTEMPT_DIR and send SIGQUIT to all ranks before they end a job that makes no
-progress. Each rank then writes its stacks to stderr, which is its log, and torch's flight recorder to the folder.
+The job scripts name a folder in M6_ATTEMPT_DIR. If a job makes no progress, they send SIGQUIT to all ranks and then end
+the job. On this signal each rank writes its stacks to its log (stderr), and torch's flight recorder to the folder.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of builds with 
 
 
 def answer_sigquit() -> None:
-    """Installs a SIGQUIT handler that writes the evidence; does nothing outside of a job script.
+    """Installs a SIGQUIT handler for these diagnostics; does nothing outside of a job script.
 
-    A handler in C writes the stacks, since Python's own handlers do not run while a rank hangs in a C call. The
-    handler passes the signal on to Python, which writes a byte to a pipe. A thread reads the byte and writes the
+    A handler in C writes the stacks, since Python's own handlers do not run while a rank hangs in a C call. It passes
+    the signal on to Python. Python's C handler writes a byte to a pipe, and a thread reads the byte and writes the
     flight recorder.
     """
     folder = os.environ.get("M6_ATTEMPT_DIR")

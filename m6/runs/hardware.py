@@ -1,4 +1,4 @@
-"""What a machine is called in reports."""
+"""The description of a machine in reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from m6.data.workers import usable_cores
 
 
 def hardware(device: torch.device) -> str:
-    """Returns a description of this machine: CPU model, cores that this process may use, GPUs."""
+    """Returns a description of this machine: CPU model, usable cores, GPUs."""
     cores = usable_cores()
     text = f"{_cpu_model()}, {cores} core{'' if cores == 1 else 's'}"
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""RUN/slurm/layouts.jsonl: the layouts of a run whose nodes change, why each was chosen, and how fast it was."""
+"""RUN/slurm/layouts.jsonl: the layouts of a run on changing nodes, why each was chosen, and how fast it was."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ LAYOUTS_NAME = "slurm/layouts.jsonl"
 
 
 class LayoutRecord(BaseModel):
-    """A layout that an attempt began with.
+    """The layout of an attempt at its begin.
 
     Attributes:
         time: when it was chosen, in seconds since 1970.
         step: of the newest checkpoint at that time.
-        available: nodes that the job had.
-        nodes: nodes that the layout uses.
+        available: the number of nodes of the job.
+        nodes: the number of nodes in the layout.
         layout: the fields of ``m6.planning.cost.layout.ParallelLayout``.
         description: the layout in words.
         reason: why it was chosen.
         predicted_s: predicted seconds of a step.
-        parts: these seconds by part, without what was learned from the run's own measurements.
+        parts: these seconds by part, before they are corrected by the run's own measurements.
         failed: whether the attempt failed before its first step.
     """
 
@@ -76,12 +76,12 @@ def measured_steps(
 ) -> list[float | None]:
     """Returns the median seconds of a step under each record, without waits for data and checkpoints.
 
-    None for a record without a finished interval of steps. The first interval of an attempt, which compiles and
-    allocates, counts only if it is the only one. Damaged lines of the metrics, which the trainer sets aside, are left
-    out.
+    None for a record without a finished interval of steps. The first interval of an attempt includes compilation and
+    allocation, so it counts only if it is the only one. Damaged lines of the metrics are left out; the trainer moves
+    them to another file.
 
     Args:
-        counts: says of an entry of metrics.jsonl whether its steps are of interest.
+        counts: whether to use the steps of an entry of metrics.jsonl.
     """
     directory = RunDirectory(run)
     entries = directory.read_metrics(skip_damaged=True) if directory.metrics.exists() else []

@@ -1,4 +1,4 @@
-"""Checks that this machine has what a run's JSON asks for, before anything is written."""
+"""Checks whether this machine meets the needs of a run's JSON, before anything is written."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from m6.runs.processes import own_device
 from m6.runs.trackers import check_trackers
 
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-_NOT_IMPLEMENTED = "deepspeed_not_implemented"  # the operator that DeepSpeed 0.19.8 has in place of a missing one
+_NOT_IMPLEMENTED = "deepspeed_not_implemented"  # DeepSpeed 0.19.8 has this operator in place of a missing one
 
 
 def check_machine(config: RunConfig) -> None:
-    """Checks the precision, cores, operators of DeepSpeed, folders, packages and credentials that a run needs.
+    """Checks precision, cores, operators of DeepSpeed, folders, packages and credentials.
 
     Raises:
-        UserError: one of them is missing here; the message names the key that needs it.
+        UserError: one of them is missing here; the message names the key that asks for it.
     """
     config.deepspeed.check_device()
     _check_kernels()
@@ -35,7 +35,7 @@ def check_machine(config: RunConfig) -> None:
     for name in config.deepspeed.keys.get("torch_autocast", {}).get("lower_precision_safe_modules", []):
         _check_module(name)
     num_ranks = ranks_per_node(world_size_of_environment())
-    # Ranks that are not bound to cores of their own share those of the node.
+    # Ranks without bound cores share the cores of the node.
     check_processes(config, min(usable_cores(), max(1, (os.cpu_count() or 1) // num_ranks)))
     check_trackers(config.m6.logging, with_credentials=is_main_of_environment())
     check_patch_encoder(config.model.patch_encoder)
@@ -52,7 +52,7 @@ def _check_kernels() -> None:
 
 
 def check_processes(config: RunConfig, cores: int) -> None:
-    """Raises UserError if the run asks for more processes or threads than a rank's cores can be busy with."""
+    """Raises UserError if the run asks for more processes or threads than a rank has cores for."""
     check_number("m6.data.num_workers", config.m6.data.num_workers, cores)
     if config.m6.offload is not None:
         check_number("m6.offload.num_threads", config.m6.offload.num_threads, cores)

@@ -1,7 +1,7 @@
-"""Which ranks share a node, against what the planner assumes: that neighbouring ranks do.
+"""Compares the ranks of each node with the planner's assumption: neighbouring ranks share a node.
 
-Experts are split over neighbouring ranks, of one stage where there is a pipeline; stages are farthest apart (swCaffe,
-arXiv 1903.06934, numbers ranks for the same reason: large messages stay within a supernode).
+Experts are split over neighbouring ranks, in a pipeline over those of one stage; stages are farthest apart. swCaffe
+(arXiv 1903.06934) numbers ranks for the same reason: large messages stay within a supernode.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from itertools import groupby
 from m6.config.run import RunConfig
 
 DISTRIBUTION = "--distribution=block:block"
-"""The option of sbatch and srun that fills one node, and one socket, after the other."""
+"""The option of sbatch and srun for filling one node, and one socket, after the other."""
 
 
 def misplacement(config: RunConfig, nodes: Sequence[str]) -> str | None:
-    """Says how ranks lie otherwise than the planner assumes; None if they do not.
+    """Describes how the placement of ranks differs from the planner's assumption; None if it does not.
 
-    The numbers that a run learns are the same on any placement, also with the exchange between nodes first.
+    A run's results are the same on any placement, also with the hierarchical exchange between nodes.
 
     Args:
         nodes: the name of the node of each rank.

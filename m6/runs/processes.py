@@ -22,8 +22,8 @@ from m6.errors import RetryableError, StorageError, UserError
 from m6.runs.environment import is_under_srun, rank_variables
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""How long a collective waits for a rank. A rank that others wait for in a collective waits for anything else for less:
-they would otherwise end before it can say what it waited for."""
+"""How long a collective waits for a rank. All other waits must be shorter. Otherwise the collective of the other ranks
+would end first, and the waiting rank could not say what it waited for."""
 _Result = TypeVar("_Result")
 
 
@@ -34,7 +34,7 @@ class Runtime:
     Attributes:
         rank: number of the process, from 0.
         world_size: number of processes.
-        local_rank: number of the process on its node, or of its GPU if the launcher shows it no other.
+        local_rank: number of the process on its node, or of its GPU if it sees only one.
         device: the GPU of this process, or the CPU.
         nodes: the name of the node of each process.
     """
@@ -62,7 +62,7 @@ def start(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Runtime:
         timeout_s: how long a collective may wait before the process gives up, in seconds.
 
     Raises:
-        UserError: the variables say that there are several processes, but not where they meet, or more than GPUs.
+        UserError: the variables name several processes but no address to meet at, or more processes than GPUs.
     """
     cuda = torch.cuda.is_available()
     prepare_deepspeed()
@@ -71,10 +71,11 @@ def start(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Runtime:
 
     keep_freed_memory(torch.device("cuda" if cuda else "cpu"))
     if not cuda:
-        # oneDNN caches a kernel with its buffers for each of the last 1,024 shapes, and packed micro-batches have that
-        # many. That cache held 1.1 GiB more than one of 64 kernels, which stopped growing, in a smoke run in bf16;
-        # without a cache the steps took 1.7 times as long (scripts/benchmarks/results/train_step_onednn.md). 64 are too
-        # few for the products of experts, whose rows come in multiples (moe/kernels/products.py).
+        # oneDNN caches a kernel with its buffers for each of the last 1,024 shapes, and packed micro-batches have as
+        # many. In a smoke run in bf16 such a cache held 1.1 GiB more than a cache of 64 kernels, and only the latter
+        # stopped growing. Without a cache the steps took 1.7 times as long
+        # (scripts/benchmarks/results/train_step_onednn.md). 64 are too few for the matmuls of experts, although their
+        # numbers of rows are rounded up to multiples (moe/kernels/products.py).
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
         # DeepSpeed would compile a shared-memory all-reduce at start. A killed build blocks every later run, and each
         # rank leaves 69 MB in /dev/shm. gloo does the same work.
@@ -83,12 +84,12 @@ def start(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Runtime:
     if cuda:
         torch.cuda.set_device(device)
     backend, timeout = "nccl" if cuda else "gloo", timedelta(seconds=timeout_s)
-    # Groups of some ranks, most of which DeepSpeed makes, are given no timeout and get these: in torch 2.13 10 minutes
-    # for NCCL, in which a rank may still load its checkpoint.
+    # Process groups of some ranks, mostly made by DeepSpeed, are given no timeout and get these defaults. In torch 2.13
+    # they are 10 minutes for NCCL, and a rank may need longer to load its checkpoint.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not torch.distributed.is_initialized():
-        if world_size == 1:  # without a port to choose, which another process could take
+        if world_size == 1:  # a HashStore needs no port; another process could take a chosen port
             store = torch.distributed.HashStore()
             torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
             atexit.register(_leave)
@@ -107,9 +108,9 @@ def start(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Runtime:
 
 
 def _leave() -> None:
-    """Destroys the process group: a process that exits while gloo's threads run can abort.
+    """Destroys the process group: a process can abort if it exits while gloo's threads run.
 
-    Only a process alone does this: among several, one that exits early would wait for the others.
+    Only a single process does this: among several, an early exit would wait for the others.
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -123,9 +124,9 @@ def free_memory(device: torch.device) -> None:
 
 
 def return_freed_memory(device: torch.device) -> None:
-    """Returns to the kernel what ``keep_freed_memory`` made glibc keep; does nothing where tensors are on a GPU.
+    """Returns the memory kept by ``keep_freed_memory`` to the kernel; does nothing where tensors are on a GPU.
 
-    Buffers of ever other sizes break the kept memory into pieces: without this, it grows over thousands of steps.
+    Buffers of varying size fragment the heap: without this call it grows over thousands of steps.
     """
     libc = ctypes.CDLL(None)
     if device.type == "cpu" and hasattr(libc, "malloc_trim"):
@@ -135,7 +136,7 @@ def return_freed_memory(device: torch.device) -> None:
 def keep_freed_memory(device: torch.device) -> None:
     """Tells glibc to reuse freed memory instead of returning it to the kernel, where tensors are in host memory.
 
-    Every step frees and allocates the same large buffers. The kernel would clear all their pages each time, which
+    Every step frees and allocates the same large buffers. The kernel would clear all their pages each time, and this
     takes a large part of a step on a CPU.
     """
     libc = ctypes.CDLL(None)
@@ -149,8 +150,8 @@ def _complete_environment() -> None:
     """Sets the variables of torchrun where another launcher, or none, started this process."""
     under_srun = is_under_srun()
     os.environ.update(rank_variables())
-    # Of --gpus-per-task=1 and --gpu-bind=single:1, or of any launcher that names one card for each rank: each sees its
-    # own card alone, whose number is 0 then. DeepSpeed reads this, too.
+    # With --gpus-per-task=1, --gpu-bind=single:1 or a similar option of another launcher, each rank sees only its own
+    # card, with the number 0. DeepSpeed reads LOCAL_RANK, too.
     is_bound = under_srun or _names_one(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     if is_bound and torch.cuda.device_count() == 1:
         os.environ["LOCAL_RANK"] = "0"
@@ -180,7 +181,7 @@ def own_device() -> torch.device:
         return torch.device("cpu")
     local_rank, num_cards = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local_rank >= num_cards:
-        raise RetryableError(  # the node may have lost one, which preflight finds before the next attempt
+        raise RetryableError(  # the node may have lost a GPU; preflight finds this before the next attempt
             f"LOCAL_RANK is {local_rank}, but this process sees {num_cards} GPUs, numbered from 0; start one rank for "
             "each GPU"
         )
@@ -195,7 +196,7 @@ def default_device() -> torch.device:
 def on_main_rank(work: Callable[[], _Result]) -> _Result:
     """Does ``work`` on the main rank and returns its result on every rank. Every rank calls this function.
 
-    Whatever goes wrong there ends all ranks: an error that is no user's keeps its traceback on the main rank, and is a
+    Any failure of ``work`` ends all ranks. A defect of the program keeps its traceback on the main rank, and is a
     RetryableError on the others.
 
     Args:
@@ -219,13 +220,13 @@ def on_main_rank(work: Callable[[], _Result]) -> _Result:
 
 
 def raise_together(failure: Exception | None) -> None:
-    """Raises on every rank what went wrong on one of them. Every rank calls this function.
+    """Raises the failure of any rank on all ranks. Every rank calls this function.
 
     Args:
         failure: of this rank; None: nothing went wrong here.
 
     Raises:
-        UserError: of the first rank that has one; as in ``on_main_rank``.
+        UserError: of the first failed rank; as in ``on_main_rank``.
     """
     found: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, None if failure is None else _in_words(failure))
@@ -233,13 +234,13 @@ def raise_together(failure: Exception | None) -> None:
     if not failed:
         return
     rank, (kind, message) = min(failed.items())
-    # What all ranks say needs the name of none.
+    # A message shared by all ranks needs no name of a rank.
     named = message.startswith("rank ") or (len(failed) == len(found) and len(set(failed.values())) == 1)
     _raise((kind, message if named else f"rank {rank}: {message}"), failure)
 
 
 def _in_words(error: Exception) -> tuple[type[UserError], str]:
-    """What other ranks raise for an error of this one."""
+    """Type and message of the exception on the other ranks for an error of this one."""
     if isinstance(error, (StorageError, OSError)):
         return StorageError, str(error)
     if isinstance(error, UserError):
@@ -249,7 +250,7 @@ def _in_words(error: Exception) -> tuple[type[UserError], str]:
 
 
 def _raise(words: tuple[type[UserError], str], failure: Exception | None) -> None:
-    """Raises what another rank sent, or this rank's own error if that is a defect of the program."""
+    """Raises the error sent by a rank, or this rank's own error if it is a defect of the program."""
     if failure is not None and not isinstance(failure, (UserError, OSError)):
         raise failure
     kind, message = words

@@ -1,6 +1,6 @@
-"""What an attempt ran with: commit and patch, command, hardware, environment, versions of packages.
+"""The provenance of an attempt: commit and patch, command, hardware, environment, versions of packages.
 
-The code of a submitted run is copied, so that later changes of the checkout do not reach its chain of jobs.
+The code of a submitted run is copied, so later changes of the checkout do not reach its chain of jobs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def take_snapshot(target: Path, document: dict[str, Any]) -> None:
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """Returns what git prints; empty if git fails, is missing, or ``folder`` is not in a repository."""
+    """Returns the output of git; empty if git fails, is missing, or ``folder`` is not in a repository."""
     try:
         result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -64,8 +64,8 @@ def git(folder: Path, *arguments: str) -> str:
     return result.stdout if result.returncode == 0 else ""
 
 
-# Of the environment only these are recorded, by their whole names: a list of what is secret would never be complete,
-# and a prefix such as NCCL_ is one that a site may give to a secret, too.
+# Only these variables of the environment are recorded, by their whole names: a list of secret names would never be
+# complete, and a site may give a prefix such as NCCL_ to a secret, too.
 _LAUNCH = (
     "MASTER_ADDR MASTER_PORT RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE CUDA_VISIBLE_DEVICES DS_ACCELERATOR "
     "HF_HUB_OFFLINE WANDB_MODE TORCH_EXTENSIONS_DIR OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS "
@@ -74,7 +74,7 @@ _LAUNCH = (
 _SLURM = (
     "JOB_ID JOB_NAME JOB_NUM_NODES JOB_PARTITION ARRAY_TASK_ID NTASKS NTASKS_PER_NODE NNODES NODELIST PROCID LOCALID"
 )
-# Those of NCCL's user guide ("Environment Variables") and of its debugging.
+# The variables in NCCL's user guide ("Environment Variables") and those for debugging.
 _NCCL = (
     "ALGO ALLOC_P2P_NET_LL_BUFFERS BUFFSIZE CGA_CLUSTER_SIZE CHECKS_DISABLE CHECK_POINTERS COLLNET_ENABLE "
     "COLLNET_NODE_THRESHOLD COMM_BLOCKING CONF_FILE CROSS_NIC CTA_POLICY CUMEM_ENABLE CUMEM_HOST_ENABLE DEBUG "
@@ -103,7 +103,7 @@ _PRIVATE = 0o600
 
 
 class Attempt(BaseModel):
-    """What reports say of an attempt; the file holds more."""
+    """The part of an attempt's record for reports; the file holds more."""
 
     time: str
     world_size: int
@@ -112,12 +112,12 @@ class Attempt(BaseModel):
     git_commit: str | None = None
 
     def version(self, package: str) -> str:
-        """The version of a package that the attempt ran with."""
+        """The version of a package in the attempt."""
         return self.packages.get(package, "unknown")
 
 
 def read_attempts(run: Path) -> list[Attempt]:
-    """Reads what ``record_attempt`` has written for a run, the oldest first; of damaged files it warns."""
+    """Reads the records of all attempts at a run, the oldest first; warns about damaged files."""
     attempts = []
     for file in sorted((run / "provenance").glob("attempt_*/attempt.json")):
         try:
@@ -129,7 +129,7 @@ def read_attempts(run: Path) -> list[Attempt]:
 
 
 def record_attempt(attempt: Path, config: RunConfig, world_size: int, nodes: Sequence[str]) -> None:
-    """Makes the folder ``attempt`` and records in it what the attempt runs with; only its owner can read the files.
+    """Makes the folder ``attempt`` and records the attempt's provenance in it; only its owner can read the files.
 
     Args:
         nodes: the name of the node of each rank, if it is known.

@@ -1,7 +1,7 @@
-"""What signals mean to a rank.
+"""Signals to a rank.
 
-A request to stop or save only sets a flag, and all ranks act on it together at the end of a step. A launcher that dies
-takes its ranks with it.
+A request to stop or save only sets a flag, and all ranks act on it together at the end of a step. If the launcher dies,
+its ranks die too.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from types import FrameType
 
 from m6.data.workers import end_with_parent
 
-# Variables that torchrun and the deepspeed launcher set for the processes they start.
+# torchrun and the deepspeed launcher set one of these variables for their processes.
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
 
 
 def stopping_signals() -> tuple[signal.Signals, ...]:
-    """The signals that ask a rank to save and end.
+    """The signals by which a rank is asked to save and end.
 
-    Under srun SIGTERM is not one of them: there it means that another rank failed, and a save would wait for it.
+    Under srun SIGTERM is not one of them: srun sends it after another rank failed, and a save would wait for that rank.
     """
     signals = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
     return signals if "SLURM_STEP_ID" in os.environ else (*signals, signal.SIGTERM)
@@ -30,8 +30,8 @@ def stopping_signals() -> tuple[signal.Signals, ...]:
 def end_with_launcher() -> None:
     """Asks Linux to kill this rank when its launcher dies; does nothing for a process without a launcher.
 
-    torchrun and deepspeed end their ranks when they are told to end. A launcher that is killed cannot, and its ranks
-    would train on beside the next attempt.
+    torchrun and deepspeed end their ranks when they are told to end. A killed launcher cannot, and its ranks would
+    train on concurrently with the next attempt.
     """
     if any(name in os.environ for name in _LAUNCHERS):
         end_with_parent()
@@ -39,20 +39,20 @@ def end_with_launcher() -> None:
 
 @dataclass(frozen=True)
 class Requests:
-    """The requests that a rank received during a step. All ranks act on the request of any rank."""
+    """The requests to a rank during a step. All ranks act on the request of any rank."""
 
     stop: bool = False
     save: bool = False
 
     @classmethod
     def of_all(cls, requests: Iterable[Requests]) -> Requests:
-        """What any of them asks for."""
+        """The union of the requests of several ranks."""
         found = list(requests)
         return cls(stop=any(each.stop for each in found), save=any(each.save for each in found))
 
 
 class StopFlag:
-    """A flag that a stop signal sets on this rank. The loop reduces it together with the sums of the step.
+    """A flag, set on this rank by a stop signal. The loop reduces it together with the sums of the step.
 
     Create it before slow imports: a signal without a handler ends the process.
 
@@ -67,7 +67,7 @@ class StopFlag:
             signal.signal(number, self._raise)
 
     def ignore(self) -> None:
-        """Ignores the signals from now on, so that a repeated one does not interrupt the exit."""
+        """Ignores the signals from now on, so a repeated one does not interrupt the exit."""
         for number in self._numbers:
             signal.signal(number, signal.SIG_IGN)
 

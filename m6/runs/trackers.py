@@ -20,10 +20,10 @@ _ONLINE, _OFFLINE = ("online", "run", "shared"), ("offline", "dryrun", "disabled
 
 
 def check_trackers(settings: LoggingSettings, with_credentials: bool) -> None:
-    """Checks that the configured trackers can start.
+    """Checks whether the configured trackers can start.
 
     Args:
-        with_credentials: whether to look for an API key too, which only the process that writes metrics needs.
+        with_credentials: whether to look for an API key too. Only the main rank needs it, since it writes the metrics.
 
     Raises:
         UserError: a package or an API key is missing, or WANDB_MODE is no mode.
@@ -46,7 +46,7 @@ def _wandb_mode(settings: LoggingSettings) -> str:
 def _check_wandb_key() -> None:
     import wandb
 
-    # wandb 0.31.0 keeps these for itself; its public login() also asks the server, and waits for one that is away.
+    # These are private in wandb 0.31.0. The public login() also asks the server, and waits if it does not answer.
     from wandb.sdk import wandb_setup
     from wandb.sdk.lib.wbauth import authenticate_session
 
@@ -73,8 +73,8 @@ def _start_wandb(run: RunDirectory, settings: LoggingSettings, document: dict[st
         dir=str(run.root),
         config=document,
     )
-    # The service numbers what it is sent, and drops what has a smaller number than it has seen. An attempt that goes on
-    # from a checkpoint repeats steps, so the step is a metric of its own, and the horizontal axis of all others.
+    # The service numbers all entries, and drops an entry with a smaller number than the last. A resumed attempt repeats
+    # steps, so the step is a metric of its own, and the horizontal axis of all others.
     tracked.define_metric("step")
     tracked.define_metric("*", step_metric="step")
     return tracked
@@ -85,8 +85,8 @@ class Trackers:
 
     Args:
         run: the folder of metrics.jsonl and of the trackers' files.
-        document: the run's JSON, which Weights & Biases shows.
-        step: the last step before this attempt. TensorBoard forgets points of later ones, which this attempt repeats.
+        document: the run's JSON, shown by Weights & Biases.
+        step: the last step before this attempt. TensorBoard forgets points of later steps, since they are repeated.
 
     Raises:
         StorageError: Weights & Biases does not take this run.
@@ -103,7 +103,7 @@ class Trackers:
             try:
                 self._wandb = _start_wandb(run, settings, document, _wandb_mode(settings))
             except wandb.errors.Error as error:
-                # A key that the server does not know is an error of communication, too.
+                # wandb's error for a key unknown to the server is a CommError, too.
                 refused = isinstance(error, wandb.errors.AuthenticationError)
                 if refused or not isinstance(error, wandb.errors.CommError):
                     raise StorageError(f"m6.logging.wandb: {error}") from None
@@ -126,7 +126,7 @@ class Trackers:
                 self._tensorboard.add_scalar(key, value, entry["step"])
 
     def show(self, name: str, picture: Path, step: int) -> None:
-        """Sends a PNG to the trackers that show pictures."""
+        """Sends a PNG to the trackers."""
         if self._wandb is not None:
             import wandb
 
@@ -145,7 +145,7 @@ class Trackers:
 
 
 def _wandb_id(run: RunDirectory) -> str:
-    """The id of the run in Weights & Biases: drawn once for its folder, since runs elsewhere may have the same name."""
+    """The id of the run in Weights & Biases: random, made once for its folder, since other runs may have its name."""
     file = run.root / WANDB_ID
     if not file.exists():
         write_text(file, secrets.token_hex(8) + "\n")

@@ -1,4 +1,4 @@
-"""The HTTP interface. Status codes of requests that fail:
+"""The HTTP interface. Status codes of failed requests:
 
 408  the body was not sent in time
 413  the body is too large
@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 
 
 class DeadlinePassed(Exception):
-    """A request was not completed in time. What of it still waited is not run."""
+    """A request was not completed in time. Its job is not run if it still waits."""
 
 
 class CannotDraw(Exception):
@@ -80,11 +80,11 @@ def create_app(
         batcher: queue with the lane "caption", and with "generate" if ``drawing`` is given. The application starts and
             stops it.
         captioning: task of the lane "caption".
-        drawing: task of the lane "generate"; None if the model cannot generate pictures.
+        drawing: task of the lane "generate"; None if the model cannot generate images.
         deadline_s: longest time of a request in seconds, from its headers to its answer. A request can choose a
             shorter one.
-        model_name: what the demo page calls the model.
-        background: runs beside the requests, at most until the service stops.
+        model_name: the name of the model on the demo page.
+        background: runs concurrently with the requests, at most until the service stops.
     """
     intake = Intake()
 
@@ -99,13 +99,13 @@ def create_app(
 
     app = FastAPI(title="m6-recipes", lifespan=lifespan)
     # FastAPI evaluates annotations, and this one depends on deadline_s. So this file must not import annotations from
-    # __future__, which would turn them into strings.
+    # __future__: they would become strings.
     Deadline = Annotated[
         float, Query(alias="deadline_s", gt=0, le=deadline_s, description="seconds until the request is given up")
     ]
 
     async def result_of(request: Request, lane: str, job: CaptionJob | DrawJob) -> Any:
-        """Queues a job; one that still waits when its client has gone is not run."""
+        """Queues a job; if its client disconnects while it waits, it is not run."""
         done, gone = asyncio.ensure_future(batcher.submit(lane, job)), asyncio.ensure_future(disconnection(request))
         try:
             await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -172,7 +172,7 @@ def create_app(
 
         async def answer() -> Response:
             async with intake.body(request, MAX_TEXT_BYTES) as body:
-                # Before the job is queued, so that a bad one cannot fail a batch.
+                # Before the job is queued, so a bad job cannot fail a batch.
                 job = await intake.run(read_drawing, drawing, body)
             picture = await result_of(request, "generate", job)
             # Headers are ASCII, so the JSON is in percent-encoding.
@@ -199,20 +199,20 @@ def create_app(
 
 
 async def disconnection(request: Request) -> None:
-    """Returns when the client of a request whose body was read has gone."""
+    """Returns when the client disconnects; the body of the request must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def check_parameters(request: Request, *known: str) -> None:
-    """Raises BadInput if the query of a request has a parameter that the route does not know."""
+    """Raises BadInput if the query of a request has a parameter unknown to the route."""
     for name in request.query_params:
         if name not in known:
             raise BadInput(f'the query has an unknown parameter "{name[:64]}"{nearest(name[:64], known)}')
 
 
 def open_picture(content_type: str, body: bytes, image_size: int) -> Image.Image:
-    """Converts a client's picture as training pictures are converted; BadInput if it is damaged or too large."""
+    """Converts a client's image in the same way as training images; BadInput if it is damaged or too large."""
     data = uploaded_file(content_type, body)
     try:
         return Image.open(io.BytesIO(encode_bitmap(data, image_size)))
@@ -232,7 +232,7 @@ def read_question(captioning: Captioning, picture: Image.Image, max_new_tokens: 
 
 
 def read_drawing(drawing: Drawing, body: bytes) -> DrawJob:
-    """Converts the body of a request to ``/generate``; BadInput if it is none, or if its text is empty or too long."""
+    """Converts the body of a request to ``/generate``; BadInput if it is invalid, or its text is empty or too long."""
     try:
         values = DrawRequest.model_validate_json(body)
         return drawing.job(values.text, values.seed, values.index)
@@ -244,7 +244,7 @@ def read_drawing(drawing: Drawing, body: bytes) -> DrawJob:
 
 def _answer_with(status: int) -> Any:
     headers = {"Retry-After": "1"} if status == 429 else {}
-    # The client may still be sending: without this header the connection would stay open until it has sent all.
+    # The client may still be sending: without this header the connection would stay open until the end of its body.
     headers |= {"Connection": "close"} if status in (408, 413, 429, 501, 504) else {}
 
     def answer(request: Request, error: Exception) -> JSONResponse:

@@ -1,10 +1,10 @@
-"""A bounded request queue for a model that runs one batch at a time.
+"""A bounded request queue in front of a model. One batch runs at a time.
 
 Dynamic programming chooses the waiting requests of a batch by their lengths.
 
 A batch is padded to its longest request. Large batches with mixed lengths waste time on padding; small batches waste
 the parallelism of the device. TurboTransformers (arXiv 2010.05680) sorts the waiting requests by length and cuts the
-sorted list so that the total time is minimal. With lengths l_1 <= ... <= l_n and t(l, b) the measured time of b
+sorted list at the points of least total time. With lengths l_1 <= ... <= l_n and t(l, b) the measured time of b
 requests padded to l,
 
     T(0) = 0,    T(i) = min over 1 <= b <= min(i, max_batch_size) of T(i - b) + t(l_i, b)
@@ -29,8 +29,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 BatchPlanner = Callable[[Sequence[int]], list[list[int]]]
-
-
 """Maps the lengths of n requests, in order of arrival, to batches of their indices."""
 
 
@@ -114,7 +112,7 @@ def plan_by_length(
 
     Args:
         lengths: lengths of n requests.
-        seconds: t(l, b), which must not decrease with l.
+        seconds: t(l, b); it must not decrease with l.
         max_batch_size: most requests of a batch.
 
     Returns:
@@ -150,7 +148,7 @@ logger = logging.getLogger(__name__)
 
 
 class Task(Protocol):
-    """A kind of request that the model serves in batches."""
+    """A kind of request, served by the model in batches."""
 
     def length(self, job: Any) -> int:
         """Returns the length of a job. A batch is padded to its longest job."""
@@ -172,15 +170,15 @@ class Counters:
     """Counters since the start of the service."""
 
     done: int = 0
-    """requests that were completed"""
+    """completed requests"""
     rejected: int = 0
-    """requests that were refused because the queue was full"""
+    """requests refused because of a full queue"""
     expired: int = 0
-    """requests whose deadline passed"""
+    """requests beyond their deadline"""
     failed: int = 0
-    """requests for which the model raised an error"""
+    """requests ended by an error of the model"""
     batches: int = 0
-    """batches that were run"""
+    """started batches"""
 
 
 @dataclass(eq=False)
@@ -195,7 +193,7 @@ class Batcher:
     """Runs jobs in batches. Use it as an asynchronous context manager.
 
     When the model is free, all waiting requests of the oldest request's lane are divided into batches, and the batch
-    with the oldest request runs. No request waits forever, and requests that arrive later can join the next batch.
+    with the oldest request runs. So no request waits forever, and later requests can join the next batch.
 
     Args:
         lanes: tasks by name, each with its batch planner.
@@ -240,7 +238,7 @@ class Batcher:
         return {"waiting": len(self._waiting), "max_waiting": self.max_waiting, **asdict(self.counters)}
 
     async def submit(self, task: str, job: Any) -> Any:
-        """Queues a job and returns its result. A job that still waits when its caller is cancelled is not run.
+        """Queues a job and returns its result. If the caller is cancelled while the job waits, the job is not run.
 
         Args:
             task: name of the lane.
@@ -249,7 +247,7 @@ class Batcher:
         Raises:
             QueueFull: the queue is full; raised immediately.
             Stopping: the service is shutting down.
-            Exception: the exception that the task raised for the job's batch.
+            Exception: the exception of the task for the job's batch.
         """
         if self.stopping:
             raise Stopping("the service is stopping")
@@ -276,11 +274,10 @@ class Batcher:
         self._lanes[lane] = (self._lanes[lane][0], plan)
 
     async def _serve(self) -> None:
-        """Runs batches until the service stops."""
         loop = asyncio.get_running_loop()
         while not self.stopping:
             await self._arrived.wait()
-            self._arrived.clear()  # before the queue is read, so that no arrival is missed
+            self._arrived.clear()  # before the queue is read, so no arrival is missed
             while self._waiting:
                 batch = self._take_batch()
                 task, _ = self._lanes[batch[0].lane]

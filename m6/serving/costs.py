@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class MeasuredTask(Task, Protocol):
-    """A task whose batches can be measured without requests."""
+    """A task with synthetic batches, so it can be measured without requests."""
 
     @property
     def max_length(self) -> int:
@@ -32,13 +32,13 @@ class MeasuredTask(Task, Protocol):
         """Runs a batch of jobs of one length."""
 
     def identity(self) -> dict[str, Any]:
-        """Returns what the cost of a batch depends on, as JSON values."""
+        """Returns all parameters of a batch's cost, as JSON values."""
 
 
 async def plan_by_costs(batcher: Batcher, tasks: dict[str, MeasuredTask], max_batch_size: int) -> None:
-    """Measures the batches of each lane whenever nothing waits, then plans the lane by length.
+    """Measures the batches of each lane while no request waits, then plans the lane by length.
 
-    Costs that were measured before, with the same model, library and device, are taken from the user's cache folder.
+    Earlier measurements with the same model, library and device are taken from the user's cache folder.
 
     Args:
         batcher: the running queue.
@@ -52,7 +52,7 @@ async def plan_by_costs(batcher: Batcher, tasks: dict[str, MeasuredTask], max_ba
         if seconds is None:
             try:
                 seconds = await _measure(batcher, task, lengths, batch_sizes)
-            except Exception:  # such as a batch that does not fit into the memory of the device
+            except Exception:  # such as a batch too large for the memory of the device
                 logger.exception("batches for %s cannot be measured: they are planned by arrival", lane)
                 continue
             try:

@@ -1,7 +1,7 @@
-"""What happens to a request before it is queued: its body is read, and it is decoded outside of the event loop.
+"""The intake of requests: reads their bodies and decodes them outside of the event loop, before they are queued.
 
-Memory is bounded: the bodies of all requests together hold at most ``MAX_HELD_BYTES``, and ``NUM_THREADS`` of them are
-decoded at the same time.
+Memory is bounded: the bodies of all requests together hold at most ``MAX_HELD_BYTES``, and at most ``NUM_THREADS``
+bodies are decoded at the same time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class BadInput(ValueError):
-    """Invalid input from a client; the message says what is wrong."""
+    """Invalid input from a client; the message names the problem."""
 
 
 class BodyTooLarge(Exception):
@@ -50,7 +50,7 @@ class Intake:
 
     @asynccontextmanager
     async def body(self, request: Request, max_bytes: int) -> AsyncIterator[bytes]:
-        """Yields the body of a request; the memory that it holds counts until the end of the context.
+        """Yields the body of a request; its memory counts until the end of the context.
 
         Raises:
             BodyTooLarge: the body is larger than ``max_bytes``.
@@ -80,11 +80,11 @@ class Intake:
             self.held_bytes += len(part)
 
     async def run(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """Calls a function in one of ``NUM_THREADS`` threads. A call that waits is dropped if it is cancelled."""
+        """Calls a function in one of ``NUM_THREADS`` threads. A cancelled call is dropped if it has not begun."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def close(self) -> None:
-        """Ends the threads after what they run."""
+        """Ends the threads after their running calls; waiting calls are dropped."""
         self._threads.shutdown(cancel_futures=True)
 
 

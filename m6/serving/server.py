@@ -41,11 +41,11 @@ _TOO_MANY = (
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's HTTP protocol with the limits that uvicorn has no option for.
+    """uvicorn's HTTP protocol with limits for which uvicorn has no option.
 
-    A connection beyond ``MAX_CONNECTIONS`` is answered with 503 and closed. A connection whose next request does not
-    have all its headers after ``HEADER_SECONDS`` is closed, and one that goes on for as long with the body of a request
-    that is answered already: uvicorn would keep them open for ever.
+    A connection beyond ``MAX_CONNECTIONS`` is answered with 503 and closed. After ``HEADER_SECONDS`` a connection is
+    closed in two cases: the headers of its next request are incomplete, or it still sends the body of an answered
+    request. uvicorn would keep such connections open for ever.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -62,7 +62,7 @@ class BoundedProtocol(H11Protocol):
             self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Stops the time when the headers are complete; starts it at the first byte that belongs to no open request."""
+        """Stops the time when the headers are complete; starts it at the first byte outside of an open request."""
         if self.transport.is_closing():
             return
         super().data_received(data)
@@ -100,10 +100,10 @@ def serve(
 ) -> None:
     """Serves the model of a run or of an exported folder until SIGTERM or Ctrl-C.
 
-    On shutdown, the requests that were accepted before are still answered, for at most ``deadline_s``.
+    On shutdown, accepted requests are still answered, for at most ``deadline_s``.
 
     Args:
-        folder: a run, or a folder that ``m6 export`` wrote.
+        folder: a run, or a folder written by ``m6 export``.
         host: address to listen on.
         port: port to listen on; 0: any free port.
         max_batch_size: most requests of a batch.
@@ -143,9 +143,10 @@ def serve(
             http=BoundedProtocol,
             ws="none",
             log_level="warning",
-            timeout_graceful_shutdown=int(deadline_s) + 1,
+            timeout_graceful_shutdown=int(deadline_s) + 1,  # whole seconds, not less than the deadline
         )
-        # After shutdown, uvicorn raises the signal that stopped it again, which would end this process with an error.
+        # After shutdown, uvicorn raises its stop signal again. Without these handlers this process would end with an
+        # error.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         name = f"[{host}]" if ":" in host else host
@@ -160,7 +161,7 @@ def draws(folder: Path) -> bool:
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens once it does."""
+    """Prints its address once it listens."""
 
     def __init__(self, config: uvicorn.Config, message: str) -> None:
         super().__init__(config)
@@ -173,7 +174,7 @@ class _Server(uvicorn.Server):
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Returns a bound socket that does not listen yet.
+    """Returns a bound socket, not yet listening.
 
     Until uvicorn listens on it, connections are refused instead of waiting for the model.
     """

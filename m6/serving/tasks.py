@@ -1,4 +1,4 @@
-"""The tasks of the service: captions of pictures, answers about them, and generating pictures."""
+"""The tasks of the service: captioning images, answering questions about them, and generating images."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CaptionJob:
-    """A picture to caption, or to ask of, in at most ``max_new_tokens`` tokens, ``<eos>`` included."""
+    """An image to caption, or to answer a question about, in at most ``max_new_tokens`` tokens with ``<eos>``."""
 
     picture: Image.Image
     max_new_tokens: int
@@ -34,9 +34,9 @@ class CaptionJob:
 
 
 class Captioning:
-    """Captions pictures, and answers questions about them, by greedy decoding.
+    """Captions images, and answers questions about them, by greedy decoding.
 
-    A job's length is its number of decoding steps. The measured costs leave out questions, which make prompts longer.
+    A job's length is its number of decoding steps. The measured costs leave out the longer prompts of questions.
 
     Args:
         model: in evaluation mode.
@@ -68,7 +68,7 @@ class Captioning:
         return CaptionJob(picture, max_new_tokens, question)
 
     def identity(self) -> dict[str, Any]:
-        """Returns what the cost of a batch depends on: the model."""
+        """Returns all parameters of a batch's cost: the model."""
         return {"task": "caption", "model": self.model.config.to_dict(), "type": str(self.model.dtype)}
 
     def length(self, job: CaptionJob) -> int:
@@ -80,7 +80,7 @@ class Captioning:
         return self._caption(jobs)
 
     def run_synthetic(self, length: int, batch_size: int) -> None:
-        """Runs a batch in which every job takes ``length`` steps, to measure its time."""
+        """Runs a batch of jobs with ``length`` steps each, to measure its time."""
         side = self.model.config.image_size
         # min_new_tokens = length: otherwise a caption could end early.
         self._caption([CaptionJob(Image.new("RGB", (side, side), "white"), length)] * batch_size, length)
@@ -117,7 +117,7 @@ class RowLimits(StoppingCriteria):
 
 @dataclass(frozen=True)
 class DrawJob:
-    """A picture to generate: picture ``index`` of a text and a seed, in fp32 the same as ``m6 generate`` makes."""
+    """An image to generate: image ``index`` of a text and a seed, in fp32 the same as by ``m6 generate``."""
 
     text: str
     seed: int
@@ -125,20 +125,20 @@ class DrawJob:
     num_tokens: int
     """tokens of the text"""
     warnings: tuple[str, ...] = ()
-    """what of the text the model does not know"""
+    """descriptions of parts of the text unknown to the model"""
 
 
 class Drawing:
-    """Generates pictures of texts as PNG.
+    """Generates images of texts as PNG.
 
-    All pictures have the same number of codes, so a job's length is that of its text.
+    All images have the same number of codes, so a job's length is the length of its text.
 
     Args:
         pipeline: model, processor and image tokenizer.
         sampling: how codes are drawn.
 
     Raises:
-        UserError: the model was not trained for the decoding that is asked for.
+        UserError: the model was not trained for the decoding in ``sampling``.
     """
 
     def __init__(self, pipeline: M6TextToImagePipeline, sampling: Sampling) -> None:
@@ -150,7 +150,7 @@ class Drawing:
         return self.pipeline.model.config.max_position_embeddings
 
     def identity(self) -> dict[str, Any]:
-        """Returns what the cost of a batch depends on: the models and the way codes are drawn."""
+        """Returns all parameters of a batch's cost: the models and the sampling of codes."""
         model, image_tokenizer = self.pipeline.model, self.pipeline.image_tokenizer
         return {
             "task": "generate",

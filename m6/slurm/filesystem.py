@@ -1,4 +1,4 @@
-"""Checks whether a folder is on a file system that all nodes share, as far as one node can tell."""
+"""Checks whether a folder is on a shared file system, as far as one node can tell."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _NETWORK = (
 
 
 def check_shared(key: str, folder: Path, shared_folders: list[str]) -> None:
-    """Checks that all nodes can see a folder.
+    """Checks whether all nodes can see a folder.
 
     Args:
-        key: what names the folder, for messages.
+        key: the key or option of the folder, for messages.
         folder: the folder to check.
-        shared_folders: folders that all nodes share. If there are any, ``folder`` must be in one of them; otherwise it
+        shared_folders: folders shared by all nodes. If there are any, ``folder`` must be in one of them; otherwise it
             must be on a network file system.
 
     Raises:
@@ -59,7 +59,7 @@ def file_system_type(path: Path) -> str:
         lines = _MOUNTS.read_bytes().splitlines()
     except OSError:
         return ""
-    # The file system of a path is its longest mount point; of equal ones, the one that was mounted last.
+    # The file system of a path is its longest mount point; of equal ones, the one mounted last.
     best, kind = -1, ""
     for line in lines:
         left, _, right = line.partition(b" - ")

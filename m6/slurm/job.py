@@ -63,9 +63,9 @@ class JobDescription(Section):
         """Returns the options of sbatch for these resources.
 
         Args:
-            bounds: fewest and most nodes, of which Slurm gives what is free; None: exactly ``nodes``.
+            bounds: fewest and most nodes; Slurm gives as many as are free. None: exactly ``nodes``.
         """
-        # "B:" sends the signal to the batch script only, which forwards it to the ranks.
+        # "B:" sends the signal only to the batch script. The script forwards it to the ranks.
         options = [
             *(self._tasks() if bounds is None else self._tasks_between(*bounds)),
             f"--mem={self.memory_gb_per_node}G" if self.memory_gb_per_node else "--mem=0",  # 0: all memory of a node
@@ -87,8 +87,8 @@ class JobDescription(Section):
         return [f"--nodes={self.nodes}", *tasks]
 
     def _tasks_between(self, fewest: int, most: int) -> list[str]:
-        # With tasks per node Slurm 22.05 takes the tasks on the fewest nodes for those of the job, and gives no more
-        # nodes than these need. With one large task a node it gives all that are free; the job divides the task.
+        # With tasks per node, Slurm 22.05 computes the job's tasks from the fewest nodes and gives no more nodes than
+        # these tasks need. With one large task per node it gives all free nodes; the job then divides the task.
         return [f"--nodes={fewest}-{most}", f"--cpus-per-task={self.ranks_per_node * self.cpus_per_rank}"]
 
 

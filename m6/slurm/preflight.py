@@ -1,9 +1,9 @@
 """Checks the health of a node, before each attempt: ``python -m m6.slurm.preflight CONFIG [OPTIONS] REPORTS``.
 
-CONFIG and OPTIONS are those of ``m6 pretrain``. It runs on every node, and writes REPORTS/NODE.txt: "ok", or one line
-per problem; and REPORTS/NODE.seen: which of the folders that the run reads the node sees, for a comparison. Limits are
-environment variables, which scripts/slurm/cluster.env.example lists. Only the standard library is needed, so a damaged
-installation of other packages does not hide a sick node.
+CONFIG and OPTIONS are those of ``m6 pretrain``. It runs on every node and writes two files. REPORTS/NODE.txt is "ok",
+or has one line per problem. REPORTS/NODE.seen lists the run's folders seen by the node, for a comparison of nodes.
+Limits are environment variables, see scripts/slurm/cluster.env.example. Only the standard library is needed, so a
+damaged installation of other packages does not hide a sick node.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def limit(name: str, default: float) -> float:
 
 
 def check_clock(reports: Path) -> list[str]:
-    """Compares the node's clock with the time that the job's first node wrote to ``reports/clock``."""
+    """Compares the node's clock with ``reports/clock``, written by the job's first node."""
     try:
         ahead = time.time() - int((reports / "clock").read_text())
     except FileNotFoundError:
         return [f"{reports}: the run's folder is not shared with this node"]
     allowed = limit("MAX_CLOCK_SKEW_S", 5)
-    # The file may be as old as the whole preflight is allowed to take.
+    # The file may be as old as the time limit of the whole preflight.
     latest = limit("PREFLIGHT_TIMEOUT_S", 300) + allowed
     return [] if -allowed <= ahead <= latest else [f"the clock is {ahead:+.0f} s off that of the job's first node"]
 
@@ -68,7 +68,7 @@ def check_memory() -> list[str]:
 
 
 def expected_gpus() -> int:
-    """Returns the number of GPUs that Slurm gave to the job on this node."""
+    """Returns the number of GPUs of the job on this node, by Slurm."""
     return int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
 
 
@@ -78,7 +78,7 @@ def check_gpus(query: str, kernel_log: str, uptime_s: float) -> list[str]:
     Args:
         query: output of nvidia-smi for _GPU_FIELDS, as CSV without header and units; one line per GPU.
         kernel_log: output of dmesg; empty if it cannot be read.
-        uptime_s: seconds since the boot of the node, which is the zero of the log's time stamps.
+        uptime_s: seconds since the boot of the node; the log's time stamps count from there.
     """
     problems = []
     rows = [[field.strip() for field in line.split(",")] for line in query.splitlines() if line.strip()]
@@ -103,7 +103,7 @@ def check_kernels(capabilities: str, architectures: str) -> list[str]:
 
     Args:
         capabilities: output of nvidia-smi for index and compute_cap, as CSV without header; one line per GPU.
-        architectures: those of the build, with blanks between them; empty if they are not known.
+        architectures: of the build, with blanks between them; empty if they are not known.
     """
     problems = []
     for index, major, minor in re.findall(r"^(\d+), (\d+)\.(\d+)$", capabilities, re.MULTILINE):
@@ -113,7 +113,7 @@ def check_kernels(capabilities: str, architectures: str) -> list[str]:
 
 
 def check_site() -> list[str]:
-    """Runs the site's check PREFLIGHT_HOOK: a shell command that fails on a sick node and prints the reason."""
+    """Runs the site's shell command PREFLIGHT_HOOK. On a sick node it fails and prints the reason."""
     command = os.environ.get("PREFLIGHT_HOOK")
     if not command:
         return []
@@ -128,7 +128,7 @@ def check_node(reports: Path) -> list[str]:
     if expected_gpus():
         query = _output("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits")
         problems += check_gpus(query, _output("dmesg"), time.clock_gettime(time.CLOCK_BOOTTIME))
-        # Of a process of its own: an installation that does not work is told by the training.
+        # Asked in a separate process. If this PyTorch does not work at all, the training reports it.
         architectures = _output(sys.executable, "-c", "import torch; print(*torch.cuda.get_arch_list())")
         problems += check_kernels(
             _output("nvidia-smi", "--query-gpu=index,compute_cap", "--format=csv,noheader"), architectures
@@ -137,10 +137,10 @@ def check_node(reports: Path) -> list[str]:
 
 
 def folders_of(config: Path, options: Sequence[str]) -> list[str]:
-    """Returns what a run reads, as far as its JSON and options say: data, tokenizers and the model of ``--init``."""
+    """Returns the folders in a run's JSON and options: data, tokenizers and the model of ``--init``."""
     try:
         data = json.loads(without_comments(config.read_text(encoding="utf-8")))["m6"]["data"]
-    except (OSError, ValueError, KeyError, TypeError):  # a mistake that the training tells
+    except (OSError, ValueError, KeyError, TypeError):  # the training reports this mistake
         data = {}
     folders = {name: data[name] for name in _FOLDERS if isinstance(data, dict) and isinstance(data.get(name), str)}
     for option, following in itertools.pairwise([*options, ""]):
@@ -163,7 +163,7 @@ def main() -> None:
         problems = check_node(reports)
         seen = [folder for folder in folders_of(Path(config), options) if Path(folder).exists()]
         (reports / f"{node}.seen").write_text("".join(f"{folder}\n" for folder in seen), encoding="utf-8")
-    except Exception as error:  # a check that fails is reported as a problem of the node
+    except Exception as error:  # a failed check is reported as a problem of the node
         problems = [f"preflight itself failed: {type(error).__name__}: {error}"]
     temporary = reports / f".{node}.tmp"
     temporary.write_text("\n".join(problems or ["ok"]) + "\n", encoding="utf-8")
@@ -171,7 +171,7 @@ def main() -> None:
 
 
 def _number(text: str) -> float:
-    """Parses a number; 0 for a value that the GPU does not report, such as ``[N/A]``."""
+    """Parses a number; 0 for a value not reported by the GPU, such as ``[N/A]``."""
     try:
         return float(text)
     except ValueError:

@@ -1,9 +1,8 @@
 """Finds slow GPUs and links: ``python -m m6.slurm.sniff REPORTS`` on every rank.
 
-A matrix product finds slow GPUs. All-reduce and all-to-all between pairs of neighbouring nodes find slow links. Each
-node is measured with the node before it and with the node after it, and its better result counts, so only a node that
-is slow with both neighbours is reported. A node that is slower than the median by more than SNIFF_TOLERANCE gets a line
-in its report.
+A matmul finds slow GPUs. All-reduce and all-to-all between pairs of neighbouring nodes find slow links. Each node is
+measured with the node before it and with the node after it, and its better result counts. So a node is reported only if
+it is slow with both neighbours. A node slower than the median by more than SNIFF_TOLERANCE gets a line in its report.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ _REPEATS = 10
 
 
 def outliers(speeds: dict[str, float], tolerance: float) -> dict[str, float]:
-    """Returns the entries that are slower than ``(1 - tolerance)`` times the median."""
+    """Returns the entries slower than ``(1 - tolerance)`` times the median."""
     median = statistics.median(speeds.values())
     return {name: speed for name, speed in speeds.items() if speed < (1 - tolerance) * median}
 
 
 def matmul_flops(device: torch.device) -> float:
-    """Measures the FLOP/s of a square matrix product; the median of several runs."""
+    """Measures the FLOP/s of a square matmul; the median of several runs."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (256, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2.0 * size**3 / _median_s(lambda: a @ b, device)
 
 
 def exchange_bytes_per_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Measures the bytes per second that a rank sends in an all-reduce and an all-to-all over ``group``."""
+    """Measures the bytes per second sent by a rank in an all-reduce and an all-to-all over ``group``."""
     ranks = dist.get_world_size(group)
     values = torch.ones((2**26 if device.type == "cuda" else 2**16) // ranks * ranks, device=device)
     received = torch.empty_like(values)
@@ -71,13 +70,13 @@ def measure(runtime: Runtime, node: str, flops: float) -> dict[str, dict[str, fl
         flops: of this rank, by ``matmul_flops``.
 
     Returns:
-        {measurement: {node: speed}}. The speed of a node is that of its slowest rank. For a rank, the better of the
-        exchanges with the two neighbours counts.
+        {measurement: {node: speed}}. A node is as fast as its slowest rank. For a rank, the better of the exchanges
+        with the two neighbours counts.
     """
     node_of_rank: list[str] = [""] * runtime.world_size
     dist.all_gather_object(node_of_rank, node)
     pairs = neighbours(list(dict.fromkeys(node_of_rank)))
-    # All ranks take part in every new_group and wait for each other there: between them no pair may be measured.
+    # Make all groups before any measurement: all ranks take part in every new_group and wait for each other there.
     groups = [dist.new_group([rank for rank, name in enumerate(node_of_rank) if name in pair]) for pair in pairs]
     own = [group for pair, group in zip(pairs, groups, strict=True) if node in pair]
     bytes_per_s = max(exchange_bytes_per_s(group, runtime.device) for group in own)
@@ -104,7 +103,7 @@ def report(reports: Path, speeds: dict[str, dict[str, float]], tolerance: float)
 def main() -> None:
     """Measures all nodes; rank 0 writes the reports.
 
-    Before a rank waits for others, it leaves a file REPORTS/products/NODE.RANK: its own GPU works.
+    Before a rank waits for others, it makes the file REPORTS/products/NODE.RANK. The file shows that its own GPU works.
     """
     reports, node = Path(sys.argv[1]), os.environ["SLURMD_NODENAME"]
     flops = matmul_flops(own_device())
@@ -116,7 +115,7 @@ def main() -> None:
         report(reports, speeds, float(os.environ.get("SNIFF_TOLERANCE", "0.1")))
     dist.barrier()
     if runtime.is_main:
-        (reports / "sniffed").touch()  # without this file, the job takes the test as crashed or hung
+        (reports / "sniffed").touch()  # without this file, the job assumes that the test crashed or hung
 
 
 def _median_s(work: Callable[[], object], device: torch.device) -> float:

@@ -30,7 +30,7 @@ def describe_status(root: Path) -> str:
     if _read_json(root / "config.json").get("model_type") == MODEL_TYPE:
         raise UserError(f"{root}: holds an exported model; expected the folder of a run")
     lines = [("run", os.path.abspath(root)), ("state", _state(root))]
-    if (root / "slurm").is_dir():  # else it has never been submitted
+    if (root / "slurm").is_dir():  # otherwise it has never been submitted
         lines.append(("jobs", _jobs(root)))
     folders = (root / "slurm" / "attempts").glob("*")
     attempts = sorted(folder for folder in folders if re.fullmatch("[0-9]{4,9}", folder.name))
@@ -41,7 +41,7 @@ def describe_status(root: Path) -> str:
     if all(isinstance(progress.get(key), (int, float)) for key in ("time", "step", "total_steps")):
         age = _age(time.time() - progress["time"])
         lines.append(("step", f"{progress['step']} of {progress['total_steps']}, {age} ago"))
-    # metrics.jsonl also has lines of validation, which have no training loss.
+    # metrics.jsonl also has lines of validation, without a training loss.
     entries = [entry for entry in run.read_metrics() if "loss" in entry] if run.metrics.exists() else []
     if entries:
         last = entries[-1]
@@ -59,7 +59,7 @@ def describe_status(root: Path) -> str:
 
 
 def _layouts(root: Path) -> list[str]:
-    """The layouts of a run whose nodes change, the oldest first."""
+    """The layouts of a run on changing nodes, the oldest first."""
     records = read_layouts(root)
     described = []
     for record, measured in zip(records, measured_steps(root, records), strict=True):
@@ -72,7 +72,7 @@ def _layouts(root: Path) -> list[str]:
 
 
 def _state(root: Path) -> str:
-    # The files by which the job scripts and users mark a run; the most final one decides.
+    # The job scripts and users mark a run with these files; the most final one decides.
     for name, meaning in (("FATAL", "failed"), ("DONE", "finished at step"), ("STOP", "stop requested by a user")):
         if (root / name).exists():
             return f"{meaning} {read_note(root / name)}".strip()
@@ -82,8 +82,8 @@ def _state(root: Path) -> str:
 def _jobs(root: Path) -> str:
     """Returns the queued and running jobs of this run.
 
-    These are the jobs whose comment is the run's folder, and the job of the last attempt, which a user may have
-    submitted without a comment.
+    A job of this run has the run's folder as its comment. The job of the last attempt counts without a comment, too,
+    since a user may have submitted it by hand.
     """
     last = root / "slurm" / "job"
     last_job = read_note(last) if last.exists() else ""
@@ -95,7 +95,7 @@ def _jobs(root: Path) -> str:
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return "unknown: squeue is not available"
     if queue.returncode:
-        return "unknown: squeue does not answer"  # its own message tells of a configuration that is not here
+        return "unknown: squeue does not answer"  # its own message would be about a missing configuration
     jobs = []
     for line in queue.stdout.splitlines():
         job, state, reason, nodes, left, comment = line.strip().split("|", 5)

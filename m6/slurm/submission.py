@@ -27,14 +27,14 @@ _SCRIPT = "scripts/slurm/pretrain.sbatch"
 
 @dataclass(frozen=True)
 class Submission:
-    """A checked submission that was not sent to Slurm yet.
+    """A checked submission, not yet sent to Slurm.
 
     Attributes:
         config: configuration of the run.
         run: folder of the run.
         snapshot: folder for the copy of the code and configuration.
-        options: options of sbatch. A job that replaces one of these later needs the same options.
-        placement: further options of sbatch that a replacement does not need: dependency and array.
+        options: options of sbatch. A later replacement of a job needs the same options.
+        placement: further options of sbatch, not for replacements: dependency and array.
         jobs: number of jobs to submit; each waits for the one before.
         ranks_per_node: processes on a node.
         restart: the run begins again at step 0.
@@ -73,13 +73,13 @@ def plan_submission(
         overrides: ``key.path=value`` strings.
         job_path: JSON of the job description.
         run: folder of the run.
-        chain: number of consecutive jobs; 1 is a single job that requeues itself.
+        chain: number of consecutive jobs; 1: a single job, requeueing itself.
         array: number of consecutive tasks of a job array; 0 for no array.
-        init: run or exported model whose weights the run begins with; None for a run from scratch.
+        init: run or exported model of the initial weights; None for a run from scratch.
         restart: begins again at step 0, see ``RunDirectory.restart``.
 
     Raises:
-        UserError: the run cannot work with this job; the message names the values that contradict each other.
+        UserError: the run cannot work with this job; the message names the contradicting values.
     """
     job = load_job(job_path)
     if init is None:
@@ -106,7 +106,7 @@ def plan_submission(
     snapshot = run / "slurm" / "code" / time.strftime("%Y%m%d_%H%M%S")
     # Consecutive jobs replace requeueing: the next one continues the run.
     is_consecutive = chain > 1 or array > 0
-    # Its jobs run one after the other: those of a folder with the same name elsewhere have another name.
+    # Jobs of the same name run one after the other. The hash separates runs in different folders of the same name.
     name = f"m6_{run.name}_{hashlib.sha256(os.fsencode(run)).hexdigest()[:6]}"
     options = [
         f"--job-name={name}",
@@ -125,14 +125,14 @@ def plan_submission(
 
 
 def submit(submission: Submission) -> list[str]:
-    """Takes the snapshot, submits the jobs and records them. A restart moves what the run holds before that.
+    """Takes the snapshot, submits the jobs and records them. A restart first moves the files of all earlier steps.
 
     Returns:
         The ids of the jobs.
 
     Raises:
-        StorageError: a process trains the run that is to begin again, or its folder cannot be written.
-        UserError: sbatch is missing or fails. Jobs that were submitted before stay in the queue and are recorded.
+        StorageError: another process trains the run to be restarted, or its folder cannot be written.
+        UserError: sbatch is missing or fails. Jobs submitted before the failure stay in the queue and are recorded.
     """
     if shutil.which("sbatch") is None:
         raise UserError("sbatch: no such command; m6 submit needs Slurm, except with --dry-run")
@@ -144,7 +144,7 @@ def submit(submission: Submission) -> list[str]:
         finally:
             run.lock.release()
     take_snapshot(submission.snapshot, submission.config.document)
-    (submission.run / "DONE").unlink(missing_ok=True)  # of a run that became longer: its job would end at once
+    (submission.run / "DONE").unlink(missing_ok=True)  # left if the run became longer: its job would end at once
     write_text(submission.run / "slurm" / "sbatch_options", "".join(f"{option}\n" for option in submission.options))
     jobs: list[str] = []
     try:
@@ -158,7 +158,7 @@ def submit(submission: Submission) -> list[str]:
 
 
 def _check_run(config: RunConfig, run: Path, job: JobDescription, restart: bool) -> None:
-    """Makes the checks that the job itself would fail, perhaps after days in the queue."""
+    """Makes the checks of the job itself now, and not after days in the queue."""
     from m6.checkpoints.discovery import complete_checkpoints
     from m6.checkpoints.start import check_start
     from m6.runs.data import data_warnings, open_data
@@ -193,7 +193,7 @@ def _check_run(config: RunConfig, run: Path, job: JobDescription, restart: bool)
 
 
 def _read_by_all_nodes(config: RunConfig, run: Path) -> dict[str, Path]:
-    """The folders that all ranks of a run read, by what names them."""
+    """The folders read by all ranks of a run, by their key or option."""
     data, init = config.m6.data, config.m6.init
     folders = {"--run-dir": run, "m6.data.path": data.path, "m6.data.tokenizer": data.tokenizer}
     if data.image_tokenizer is not None and Path(data.image_tokenizer).exists():  # else a name on the Hub

@@ -1,4 +1,4 @@
-"""The device that is a CUDA card. All calls of CUDA in this package are in this file."""
+"""A CUDA card as the device. All calls of CUDA in this package are in this file."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 class CudaDevice(Device):
     """A card with a byte budget for all of this process's memory on it.
 
-    Buffers are storages of PyTorch's allocator on the computation's stream. The allocator need not know that other
-    streams copy: an upload waits for the computation's stream first, and that stream waits for all copies before a
-    buffer is released. There are only two streams for copies, because each new stream gets a memory pool of its own.
+    Buffers are storages of PyTorch's allocator on the computation's stream. The allocator need not know of copies on
+    other streams: an upload waits for the computation's stream first, and the computation's stream waits for all copies
+    before a buffer is released. There are only two streams for copies, because each new stream gets its own memory
+    pool.
 
     Args:
-        budget_bytes: None: 95 % of the memory that is free on the card or reserved by PyTorch. The other 5 % are for
-            memory that the allocator cannot use, such as gaps between blocks.
+        budget_bytes: None: 95 % of the memory free on the card or reserved by PyTorch. The other 5 % are for memory
+            unusable by the allocator, such as gaps between blocks.
         torch_device: the card; None: the current one.
     """
 
@@ -48,7 +49,7 @@ class CudaDevice(Device):
 
     @property
     def nonmodel_bytes(self) -> int:
-        """What everything but buffers occupies now."""
+        """The bytes of everything but buffers now."""
         return cuda.memory_allocated(self.torch_device) - self._buffer_bytes
 
     def acquire(self, buffer: Buffer) -> None:
@@ -92,7 +93,7 @@ class CudaDevice(Device):
 
     @classmethod
     def largest_peak(cls, torch_device: torch.device) -> int:
-        """The most that PyTorch's allocator gave out on a card in this process, which its own statistic forgets."""
+        """The peak of PyTorch's allocator on a card in this process. Its own statistic is reset at every moment."""
         return max(cuda.max_memory_allocated(torch_device), cls._largest_peaks.get(torch_device, 0))
 
     def begin_moment(self, number: int) -> Peaks:

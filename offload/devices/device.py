@@ -1,4 +1,4 @@
-"""The interface of an accelerator: memory under a byte budget, two queues of copies, and events that order them."""
+"""The interface of an accelerator: memory under a byte budget, two queues of copies, and events to order them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rates:
 
     Attributes:
         upload, download: to and from the device, with pinned host memory.
-        pageable: either direction, with host memory that could not be pinned.
+        pageable: either direction, with host memory outside of the pinned limit.
     """
 
     upload: float = 12e9
@@ -48,10 +48,10 @@ class DeviceOutOfMemory(RuntimeError):
 
 
 class Buffer:
-    """A piece of device memory of fixed size that can be released and acquired again.
+    """A piece of device memory of fixed size, to be released and acquired again.
 
-    All tensors that view it share one storage object, also after a release. Autograd may thus save a view in the
-    forward pass; in the backward pass, the view shows the data that was uploaded again.
+    All views of it share one storage object, also after a release. Autograd may thus save a view in the forward pass;
+    in the backward pass, the view shows the data after its second upload.
 
     Attributes:
         num_bytes: the size while it is present.
@@ -67,8 +67,8 @@ class Buffer:
     def view(self, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int]) -> Tensor:
         """Returns a new tensor over part of the memory, with its own version counter.
 
-        Autograd refuses saved tensors whose version counter has changed. An upload writes the same data again, which is
-        not a change, so each view has a counter that the upload does not touch.
+        Autograd refuses a saved tensor if its version counter has changed. An upload only writes the same data again,
+        so it must not count as a change: each view has its own counter, untouched by uploads.
 
         Raises:
             RuntimeError: the buffer is not present.
@@ -83,11 +83,11 @@ class Buffer:
 
 
 Memory = Buffer | Tensor
-"""Device memory that is copied: a buffer, or a tensor that its owner keeps until the computation has waited."""
+"""Device memory of a copy: a buffer, or a tensor. The owner keeps the tensor until the computation has waited."""
 
 
 class PeakCounter:
-    """Records the peaks of a moment. It has to be told before and after each change of what buffers occupy."""
+    """Records the peaks of a moment. Call ``note`` before and after each change of the buffers' bytes."""
 
     def __init__(self) -> None:
         self._nonmodel = self._total = 0
@@ -97,7 +97,7 @@ class PeakCounter:
 
         Args:
             nonmodel_bytes: the peak of the non-model memory since the last call.
-            used_bytes: what buffers occupied since the last call.
+            used_bytes: the bytes of buffers since the last call.
         """
         self._nonmodel = max(self._nonmodel, nonmodel_bytes)
         self._total = max(self._total, nonmodel_bytes + used_bytes)
@@ -110,16 +110,16 @@ class PeakCounter:
 
 
 class Device(ABC):
-    """An accelerator with a byte budget for buffers and for everything else that the process has on it.
+    """An accelerator with a byte budget for buffers and all other memory of the process on it.
 
     Work is ordered as on CUDA. Computation, uploads and downloads are three queues, and only events order one queue
-    behind another. ``acquire`` and ``release`` are part of the computation's queue. So an upload has to wait for the
-    computation that used the memory before, and the computation has to wait for all copies before a release.
+    behind another. ``acquire`` and ``release`` are part of the computation's queue. So an upload has to wait for
+    earlier computation on the same memory, and the computation has to wait for all copies before a release.
 
     Attributes:
         torch_device: where the tensors are.
-        budget_bytes: the most that buffers and non-model memory may occupy together.
-        used_bytes: what the present buffers occupy.
+        budget_bytes: the limit for buffers and non-model memory together.
+        used_bytes: the bytes of the present buffers.
         pinned_bytes, pageable_bytes: how much host memory for copies could be pinned, and how much could not.
         rates: how fast copies are.
         uploaded_bytes, downloaded_bytes: the bytes of all copies so far.
@@ -139,13 +139,13 @@ class Device(ABC):
         self.storages: set[int] = set()
 
     def buffer(self, num_bytes: int) -> Buffer:
-        """Makes a buffer, which is not present yet."""
+        """Makes a buffer without memory: ``acquire`` it before use."""
         buffer = Buffer(num_bytes, self.torch_device)
         self.storages.add(buffer.storage._cdata)
         return buffer
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor [numel] with undefined content, which counts as non-model memory."""
+        """Returns a tensor [numel] with undefined content. It counts as non-model memory."""
         return torch.empty(numel, dtype=dtype, device=self.torch_device)
 
     @abstractmethod
@@ -176,15 +176,15 @@ class Device(ABC):
 
     @abstractmethod
     def compute_event(self) -> Event:
-        """Returns the end of all computation that was queued so far."""
+        """Returns the end of all computation queued so far."""
 
     @abstractmethod
     def compute_waits(self, event: Event) -> None:
-        """Makes computation that is queued later wait for ``event``; the calling thread does not wait."""
+        """Makes later computation wait for ``event``; the calling thread does not wait."""
 
     @abstractmethod
     def host_event(self) -> Event:
-        """Returns the end of everything that the calling thread has done."""
+        """Returns an event after all work of the calling thread so far."""
 
     @abstractmethod
     def host_waits(self, event: Event) -> None:
@@ -193,15 +193,15 @@ class Device(ABC):
     @property
     @abstractmethod
     def nonmodel_bytes(self) -> int:
-        """What everything but buffers occupies now."""
+        """The bytes of everything but buffers now."""
 
     @abstractmethod
     def begin_moment(self, number: int) -> Peaks:
-        """Starts the step's access ``number``, and returns the peaks since the last call."""
+        """Starts moment ``number`` of the step and returns the peaks since the last call."""
 
     @abstractmethod
     def mark(self) -> Event:
-        """Returns a point in the computation whose time can be read later."""
+        """Returns a timed event in the computation, see ``seconds_between``."""
 
     @abstractmethod
     def seconds_between(self, begin: Event, end: Event) -> float:
@@ -217,13 +217,13 @@ class Device(ABC):
 
     @abstractmethod
     def _unpin(self, memory: Tensor) -> None:
-        """Undoes a ``_pin`` that succeeded."""
+        """Undoes a successful ``_pin``."""
 
     def pin(self, memory: Tensor) -> bool:
-        """Pins a block of host memory, so that copies do not make the host wait; returns whether it is pinned.
+        """Pins a block of host memory, so copies do not make the host wait; returns whether it is pinned.
 
         If the system refuses, the block stays pageable: copies are slower, and results are the same. The first refusal
-        is a warning that names the cost.
+        is a warning with the cost.
         """
         refusal = self._pin(memory)
         if refusal is None:
@@ -241,7 +241,7 @@ class Device(ABC):
         return False
 
     def unpin(self, memory: Tensor, pinned: bool) -> None:
-        """Undoes ``pin``, which returned ``pinned``. It has to be called before the block is freed."""
+        """Undoes ``pin``, given its result as ``pinned``. Call it before the block is freed."""
         if pinned:
             self._unpin(memory)
             self.pinned_bytes -= memory.nbytes
@@ -250,8 +250,8 @@ class Device(ABC):
 
     @abstractmethod
     def computes_on(self, memory: Memory, write: bool) -> None:
-        """Declares that the computation which is queued next reads ``memory``, or writes to it if ``write``."""
+        """Declares an access of the next queued computation: it reads ``memory``, or writes to it if ``write``."""
 
     @abstractmethod
     def host_accesses(self, memory: Tensor, write: bool) -> None:
-        """Declares that the calling thread now reads this host memory, or writes to it if ``write``."""
+        """Declares an access of the calling thread: it reads this host memory, or writes to it if ``write``."""

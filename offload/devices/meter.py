@@ -1,4 +1,4 @@
-"""Counts non-model memory where no allocator does: on the CPU, and for fake tensors, which have no memory."""
+"""Counts non-model memory where no allocator does: on the CPU, and for fake tensors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Meter(Protocol):
 
 
 class StorageMeter(TorchDispatchMode):
-    """Counts the storages that operators make inside ``with``, until they are freed, inside or outside of it.
+    """Counts the storages made by operators inside ``with``, until they are freed, inside or outside of it.
 
     It does not see temporary memory inside an operator.
 
     Args:
-        existing: tensors that exist already and count.
-        ignored: ``_cdata`` of storages that do not count. The set may change at any time.
+        existing: tensors made earlier, to be counted too.
+        ignored: ``_cdata`` of storages to leave out. The set may change at any time.
     """
 
     def __init__(self, existing: Iterable[Tensor], ignored: set[int]) -> None:

@@ -1,6 +1,6 @@
 """A device in host memory for tests and runs on CPUs. It finds late copies, stale memory and races.
 
-Vector clocks (Mattern 1989) of queues and threads find accesses to memory without an order.
+Vector clocks (Mattern 1989) of queues and threads find unordered accesses to memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Clock = dict[str, int]
 
 
 class SimulatedRace(RuntimeError):
-    """Two accesses to the same memory, one of them a write, with nothing that orders them."""
+    """Two unordered accesses to the same memory, one of them a write."""
 
 
 @dataclass
@@ -37,8 +37,8 @@ class _Accesses:
 class VectorClocks:
     """A vector clock and a simulated time for each queue and each thread, and the accesses to memory.
 
-    An access has to be ordered behind earlier conflicting ones by the clocks. So races are found whatever the timing of
-    a run was. The caller holds a lock.
+    The clocks have to order each access behind earlier conflicting ones. So races are found whatever the timing of a
+    run was. The caller holds a lock.
 
     Attributes:
         clocks: name of a queue or thread -> its clock.
@@ -59,7 +59,7 @@ class VectorClocks:
         return name
 
     def enqueue(self, queue: str) -> None:
-        """Adds work to a queue, which is ordered behind everything that the calling thread has done."""
+        """Adds work to a queue, ordered behind all earlier work of the calling thread."""
         thread = self.thread()
         self._tick(queue)
         self.join(queue, self.clocks[thread], self.times[thread])
@@ -114,7 +114,7 @@ _POISON = 0xFF  # all ones is a NaN in every floating-point type
 
 @dataclass
 class _Copy:
-    """A queued copy, and the copies that have to run before it."""
+    """A queued copy, and the copies to run before it."""
 
     run: Callable[[], object]
     requires: list[_Copy]
@@ -123,7 +123,7 @@ class _Copy:
 
 @dataclass(frozen=True)
 class SimulatedEvent:
-    """A point in the work of a queue or thread: its clock, its time, and the copy that has to run before it."""
+    """A point in the work of a queue or thread: its clock, its time, and the copy to run before it."""
 
     clock: Clock
     time_s: float
@@ -134,30 +134,30 @@ class SimulatedDevice(Device):
     """Computes on the CPU, and fails where an accelerator could give wrong results.
 
     * Buffers and non-model memory together have to fit the budget at every moment.
-    * A copy runs when something waits for it, or at a random earlier time. Code that does not wait reads old data.
+    * A copy runs when something waits for it, or at a random earlier time. Code without the wait reads old data.
     * Memory is filled with NaN when it is acquired and when it is released.
-    * Each queue and thread has a vector clock. An access that the clocks do not order behind an earlier conflicting one
-      raises ``SimulatedRace``, whatever the timing of the run was.
-    * Each queue has a time of its own. A copy takes ``latency_s`` + bytes / rate.
+    * Each queue and thread has a vector clock. An access raises ``SimulatedRace`` if the clocks do not order it behind
+      an earlier conflicting one, whatever the timing of the run was.
+    * Each queue has its own time. A copy takes ``latency_s`` + bytes / rate.
 
     Args:
         budget_bytes: the budget for buffers and non-model memory.
         nonmodel_trace: the non-model bytes to assume at each moment of a step, and outside of the step as its last
             value; empty: 0.
-        seed: decides when copies run that nothing waits for.
-        eagerness: the probability that a queued copy runs at once.
+        seed: decides when copies run before anything waits for them.
+        eagerness: the probability of a queued copy running at once.
         rates: the copies' rates.
         latency_s: the time to start a copy.
         pinnable_bytes: how much host memory may be pinned; None: any amount.
 
     Attributes:
         nonmodel_trace: see above; may be replaced between two steps.
-        assumed_nonmodel_bytes: the value of ``nonmodel_trace`` that counts now.
-        meter: if it is set, it and not ``nonmodel_trace`` gives the non-model memory. It may then exceed the budget,
-            because a step that is only measured must not fail.
+        assumed_nonmodel_bytes: the current value of ``nonmodel_trace``.
+        meter: if it is set, it gives the non-model memory instead of ``nonmodel_trace``. The budget may then be
+            exceeded, because a step run only for a measurement must not fail.
         storages: contains the storages of host blocks, too, because a meter has to ignore them.
         stall_s: how long the computation waited for copies.
-        peak_bytes: the most that buffers and non-model memory occupied together.
+        peak_bytes: the peak of buffers and non-model memory together.
         num_pins: how many blocks of host memory were pinned so far.
     """
 
@@ -191,7 +191,7 @@ class SimulatedDevice(Device):
 
     @property
     def time_s(self) -> float:
-        """The simulated time at which the computation that was queued so far ends."""
+        """The simulated time at the end of the computation queued so far."""
         return self._clocks.times.get("compute", 0.0)
 
     # Memory
@@ -204,7 +204,7 @@ class SimulatedDevice(Device):
 
     @property
     def nonmodel_bytes(self) -> int:
-        """What everything but buffers occupies now."""
+        """The bytes of everything but buffers now."""
         return self.assumed_nonmodel_bytes if self.meter is None else self.meter.total
 
     def _note_peak(self) -> None:
@@ -262,7 +262,7 @@ class SimulatedDevice(Device):
         """Does nothing: there is no system resource behind a simulated pin."""
 
     def begin_moment(self, number: int) -> Peaks:
-        """Starts the step's access ``number``; see ``Device``."""
+        """Starts moment ``number`` of the step; see ``Device``."""
         with self._lock:
             self._note_peak()
             before = self._peaks.take()
@@ -329,7 +329,7 @@ class SimulatedDevice(Device):
         return self.rates.upload if queue == "upload" else self.rates.download
 
     def _run(self, copy: _Copy) -> None:
-        """Runs a copy, after those before it in its queue and those that it waits for."""
+        """Runs a copy, after the earlier copies of its queue and the copies it waits for."""
         if copy.done:
             return
         queue = next(queue for queue in self._queues.values() if copy in queue)
@@ -394,9 +394,9 @@ class SimulatedDevice(Device):
 
 
 def _deferred_copy(source: Tensor, target: Tensor, memory: Memory) -> Callable[[], object]:
-    """Returns the function that copies.
+    """Returns a function for the copy.
 
-    It holds only a weak reference to a tensor that is not a buffer. A real device would not keep that tensor's memory
+    It holds only a weak reference to a tensor outside of buffers. A real device would not keep the tensor's memory
     either, so its owner has to.
     """
     if isinstance(memory, Buffer):

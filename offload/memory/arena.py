@@ -1,4 +1,4 @@
-"""Reusable host memory for activations, which come and go in the order of a stack."""
+"""Reusable host memory for activations, allocated and freed in stack order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from offload.memory.layout import Viewable
 
-_ALIGNMENT = 512  # bytes: the alignment of device memory, with which copies are fastest
+_ALIGNMENT = 512  # bytes: the alignment of device memory; copies are fastest with it
 
 
 class Block(Viewable, Protocol):
@@ -18,7 +18,7 @@ class Block(Viewable, Protocol):
 
 
 class Slab:
-    """A block that is divided into pieces from its start; it is reused when all pieces have been returned."""
+    """A block, divided into pieces from its start; it is reused when all pieces have been returned."""
 
     def __init__(self, block: Block, num_bytes: int) -> None:
         self.block, self.num_bytes = block, num_bytes

@@ -19,20 +19,21 @@ class HostBlock:
     """A block of host memory, filled with zeros and pinned if the system allows it.
 
     Each block is a memory mapping of its own. PyTorch's allocator of pinned memory would round sizes up to powers of
-    two, which needs up to twice the memory, and would keep freed memory. A mapping begins at a page, so each block can
-    be pinned by itself.
+    two, so need up to twice the memory, and would keep freed memory. A mapping begins at a page, so each block can be
+    pinned by itself.
 
     Args:
         num_bytes: the size.
-        device: the device that copies from and to the block.
+        device: the device for copies from and to the block.
     """
 
     def __init__(self, num_bytes: int, device: Device) -> None:
-        # The mapping is freed with the last tensor that views it. No operator makes this tensor, so a ``StorageMeter``
-        # does not count it as device memory.
+        # The mapping is freed with its last view. No operator makes this tensor, so a ``StorageMeter`` does not count
+        # it as device memory.
         self._bytes = torch.frombuffer(_private_mapping(num_bytes), dtype=torch.uint8)
-        # Also for a block that nobody frees: CUDA would take the next mapping at these addresses for the pinned pages
-        # of this one, and copy from and to those. At the end of the process the driver frees everything itself.
+        # The finalizer covers blocks without a call of ``free``: CUDA would take the next mapping at these addresses
+        # for the pinned pages of this one, and copy from and to them. At the end of the process the driver frees
+        # everything itself.
         self._unpin = weakref.finalize(self, device.unpin, self._bytes, device.pin(self._bytes))
         self._unpin.atexit = False
 
@@ -48,25 +49,26 @@ class HostBlock:
 
 
 def _private_mapping(num_bytes: int) -> mmap.mmap:
-    """Memory of this process alone, in large pages where the kernel has them.
+    """Maps private memory, in large pages if the kernel has them.
 
-    Shared memory has small ones, and takes three times as long to pin: 0.37 s instead of 0.12 s for 0.5 GiB on the host
+    Shared memory has small pages and takes three times as long to pin: 0.37 s instead of 0.12 s for 0.5 GiB on the host
     of an H100.
     """
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):  # a kernel without large pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    # A process that is forked gets no copy: after a write, one of the two would have the page that is pinned and the
-    # other a new one.
+    # A forked process gets no copy: after a write, one of the two processes would have the pinned page and the other a
+    # new one.
     if hasattr(mmap, "MADV_DONTFORK"):  # Linux
         mapping.madvise(mmap.MADV_DONTFORK)
     return mapping
 
 
 def available_bytes() -> int | None:
-    """Returns how much memory the system and this process's control groups have left; None if none of them tells.
+    """Returns the memory left in the system and in this process's control groups; None if it is unknown.
 
-    The groups are the process's own and all around it: Slurm limits a job, whose steps and tasks are groups inside.
+    The process's own group counts, and so do all groups around it: Slurm sets the limit on a job, and steps and tasks
+    are groups inside of the job's.
     """
     found = [1024 * number for number in _numbers(Path("/proc/meminfo"), "MemAvailable:")]
     for line in _lines(Path("/proc/self/cgroup")):
@@ -83,8 +85,8 @@ def available_bytes() -> int | None:
     return min(found, default=None)
 
 
-# By the controllers of a line of /proc/self/cgroup, which are named in version 1 alone: where the groups lie, and the
-# names of limit, usage and cached files, each including the groups inside.
+# By the controllers of a line of /proc/self/cgroup: where the groups lie, and the names of limit, usage and cached
+# files, each including the groups inside. Only version 1 names controllers.
 _HIERARCHIES = {
     "": ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

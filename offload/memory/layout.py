@@ -44,7 +44,7 @@ class Chunk:
 
     Attributes:
         number: the chunk's index among all chunks.
-        stack: the stack that it is part of.
+        stack: its stack.
         first_expert: the index of its first expert in the stack.
         num_experts: how many experts it has.
     """
@@ -68,7 +68,7 @@ class Chunk:
 def cut(stacks: Sequence[Stack], chunk_bytes: int, dtype: torch.dtype) -> list[Chunk]:
     """Cuts every stack into chunks of at most ``chunk_bytes`` bytes of weights, as equal in size as possible.
 
-    Experts are not split: an expert that is larger than ``chunk_bytes`` is a chunk by itself.
+    Experts are not split: an expert larger than ``chunk_bytes`` is a chunk by itself.
 
     Args:
         dtype: the type of the weights.
@@ -84,11 +84,8 @@ def cut(stacks: Sequence[Stack], chunk_bytes: int, dtype: torch.dtype) -> list[C
 
 
 NextWeights = Literal["gradient", "copy"]
-
-
-"""Where an update puts the new weights while the old ones are still read: in the memory of the gradient that it has
-used, or in a copy of their own."""
-
+"""Where an update puts the new weights while the old ones are still read: in the memory of the used gradient, or in a
+separate copy."""
 
 _ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
 
@@ -120,7 +117,7 @@ class ChunkLayout:
         chunk: the chunk.
         dtype: the type of the weights.
         gradient_dtype: the type of the gradients; None: gradients have no plane.
-        settings: the optimizer, which decides the other planes.
+        settings: the optimizer; it decides the other planes.
         next_weights: where updates put new weights; None: they replace the old ones.
 
     Attributes:
@@ -129,7 +126,7 @@ class ChunkLayout:
         state_names: the names of the optimizer's states.
 
     Raises:
-        ValueError: gradients are of another type than the weights that are to take their place.
+        ValueError: new weights are to use the memory of gradients, but have another type.
     """
 
     def __init__(
@@ -179,7 +176,7 @@ def lay_out(
 
 
 class Viewable(Protocol):
-    """Memory that tensors can view: a block of host memory or a buffer of the device."""
+    """Memory for views: a block of host memory or a buffer of the device."""
 
     def view(self, dtype: torch.dtype, offset_bytes: int, shape: Sequence[int]) -> Tensor:
         """Returns a tensor over part of the memory."""

@@ -1,4 +1,4 @@
-"""How the fp32 values of parameters are stored: as the weight and a remainder, or rounded at random without one.
+"""Storage of the fp32 values of parameters: as weight and remainder, or stochastically rounded without a remainder.
 
 The C++ kernel of the host optimizer is compiled at first use.
 """
@@ -16,10 +16,7 @@ from torch import Tensor
 from native import load_library
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
 """The kernel's numbers of types."""
-
 
 _SOURCE = Path(__file__).with_name("host_optimizer.cpp")
 # -ffp-contract=off: a fused multiply-add would round once where the PyTorch code rounds twice. -fno-trapping-math:
@@ -67,14 +64,14 @@ _SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
 
 
 def remainder_dtype(dtype: torch.dtype, masters: bool = True) -> torch.dtype | None:
-    """Returns the type of the remainder that is stored with a weight of type ``dtype``; None if there is none.
+    """Returns the type of the remainder stored with a weight of type ``dtype``; None if there is none.
 
     A bfloat16 number is the upper half of an fp32 number, so the lower 16 bits suffice as the remainder: 4 bytes for
     each parameter instead of 6 ("split master"). The weight is the upper half rounded half up. The lower half alone
     then shows whether the upper half was rounded up. This rounding differs from PyTorch's at exact ties only.
 
     Args:
-        masters: False: 16-bit weights have no fp32 master; updates round them at random.
+        masters: False: 16-bit weights have no fp32 master; updates round them stochastically.
     """
     if not masters:
         return None
@@ -82,7 +79,7 @@ def remainder_dtype(dtype: torch.dtype, masters: bool = True) -> torch.dtype | N
 
 
 def read_master(weight: Tensor, remainder: Tensor | None) -> Tensor:
-    """Returns the fp32 values; for an fp32 weight that is the weight itself, not a copy."""
+    """Returns the fp32 values; for an fp32 weight the weight itself, not a copy."""
     if remainder is None:
         return weight.float()
     if remainder.dtype == torch.float32:
@@ -96,8 +93,9 @@ def write_master(value: Tensor, weight: Tensor, remainder: Tensor | None, step: 
     """Stores fp32 values as a weight and its remainder.
 
     Args:
-        step: the number of the update. Without a remainder a 16-bit weight is rounded at random, by numbers that depend
-            on the step and on the value alone, and so not on where the weight lies. None: it is rounded to nearest.
+        step: the number of the update. Without a remainder a 16-bit weight is rounded stochastically. The random
+            numbers depend only on the step and the value, so not on where the weight lies. None: it is rounded to
+            nearest.
     """
     if remainder is None:
         if step is None or weight.dtype == torch.float32:

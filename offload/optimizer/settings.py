@@ -19,7 +19,7 @@ class OptimizerSettings:
         beta2_decay, clipping_threshold: constants of Adafactor.
         momentum: of SGD; with 0 it has no state.
         weight_decay: decoupled, and multiplied by the learning rate. Vectors are not decayed.
-        masters: keep fp32 masters of 16-bit weights. False: updates round the weights at random.
+        masters: keep fp32 masters of 16-bit weights. False: updates round the weights stochastically.
 
     Raises:
         ValueError: a value is not in its range; the message names the field.

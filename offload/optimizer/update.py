@@ -1,8 +1,8 @@
-"""The optimizers' arithmetic on one chunk, with results that are equal to the bit on the host and on the device.
+"""The optimizers' arithmetic on one chunk, bit-identical on the host and on the device.
 
 The compiled kernel and the PyTorch code below do the same operations in the same order, and round each to fp32. So the
-weights do not depend on which chunks the device owns and updates itself. Adafactor's sums over a matrix are taken in
-double, in another order on a GPU: there the last bit of a mean may differ.
+weights do not depend on the chunks owned and updated by the device. Adafactor's sums over a matrix are taken in double,
+in another order on a GPU: there the last bit of a mean may differ.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from offload.optimizer.master_weights import DTYPE_CODES, load_kernel, read_master, write_master
 from offload.optimizer.settings import OptimizerSettings
 
+# PyTorch's defaults for Adafactor, eps=(None, 1e-3): None is the epsilon of the type.
 _EPSILON_GRADIENT, _EPSILON_SCALE = torch.finfo(torch.float32).eps, 1e-3
 
 
@@ -44,10 +45,10 @@ def update(
 
     Args:
         step: the number of this update, from 1.
-        coefficient: the factor of the gradient, which combines loss scale and clipping.
+        coefficient: the factor of the gradient, from loss scale and clipping.
         weight: [N, rows, columns] or [N, numel], in the model's type.
-        remainder: of the same shape and the type ``remainder_dtype``; None for fp32 weights, and for 16-bit weights
-            without masters, which are rounded at random.
+        remainder: of the same shape and the type ``remainder_dtype``. None: the weights are fp32, or 16-bit without
+            masters and rounded stochastically.
         gradient: of the same shape, in fp32 or a 16-bit type.
         states: by name, with the shapes of ``OptimizerSettings.states``; updated in place, as the remainder.
         target: gets the new weights, and may be the gradient's memory; None: they replace the old ones.
@@ -98,7 +99,7 @@ def update(
 def _arguments(
     weight: Tensor, target: Tensor, remainder: Tensor | None, gradient: Tensor, step: int
 ) -> list[int | None]:
-    """What every kernel takes after a number of elements or rows."""
+    """The arguments of every kernel after the number of elements or rows."""
     rest = None if remainder is None else remainder.data_ptr()
     weights = [DTYPE_CODES[weight.dtype], weight.data_ptr(), target.data_ptr(), rest]
     return [*weights, gradient.data_ptr(), DTYPE_CODES[gradient.dtype], step]
@@ -166,7 +167,7 @@ def _adafactor(
     master = read_master(weight, remainder)
     gradient = gradient.float() * coefficient
     squares = gradient.square()
-    # Sums in double, so that their order hardly ever shows in fp32.
+    # Sums in double: their order then hardly ever changes the fp32 result.
     for average, dim in ((row, -1), (column, -2)):
         average.mul_(1 - share).add_(squares.mean(dim, keepdim=True, dtype=torch.float64).float() * share)
     relative = row / row.mean(dtype=torch.float64).float().clamp(min=_EPSILON_GRADIENT)

@@ -1,1 +1,1 @@
-"""Which chunks lie where: the linear programme, its trace, and predicted times."""
+"""Placement of chunks: the linear programme, its trace, and predicted times."""

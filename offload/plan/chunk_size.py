@@ -31,7 +31,7 @@ def search_chunk_bytes(
     prefetch_depth: int,
     rates: Rates,
 ) -> int:
-    """Returns the chunk size whose plan spends the least time on copies; of equally good sizes the largest.
+    """Returns the chunk size with the least time for copies in its plan; of equally good sizes the largest.
 
     Args:
         stacks: the experts to divide into chunks.
@@ -58,7 +58,7 @@ def search_chunk_bytes(
         except ValueError:
             break  # larger chunks need a larger window, so they do not fit either
         largest = max(size.weight for size in sizes)
-        num_copies = plan.moved_bytes / largest
+        num_copies = plan.moved_bytes / largest  # an estimate: most chunks are about as large as the largest
         seconds = plan.upload_bytes / rates.upload + plan.download_bytes / rates.download + LATENCY_S * num_copies
         if seconds <= best[0]:
             best = (seconds, num_experts * expert_bytes)

@@ -1,4 +1,4 @@
-"""What a plan decides: which chunks the device owns, and which stay on it from one use to the next."""
+"""Plans: the chunks owned by the device, and the chunks kept on it from one use to the next."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from offload.plan.trace import Trace
 
 @dataclass(frozen=True)
 class PlacementConstraints:
-    """Decisions of the user that a plan has to follow, as numbers of chunks.
+    """Decisions of the user, as numbers of chunks.
 
     Attributes:
-        owned: chunks that the device has to own.
-        streamed: chunks that the device must not own.
-        fetched: chunks that the device must not own, and that have to leave it after each use.
+        owned: the device has to own these chunks.
+        streamed: the device must not own these chunks.
+        fetched: the device must not own these chunks, and has to drop them after each use.
     """
 
     owned: frozenset[int] = frozenset()
@@ -25,7 +25,7 @@ class PlacementConstraints:
 
     @property
     def never_owned(self) -> frozenset[int]:
-        """Chunks that the device must not own."""
+        """The chunks excluded from ownership by the device."""
         return self.streamed | self.fetched
 
 
@@ -34,8 +34,8 @@ class PlacementPlan:
     """Where chunks are during a step.
 
     Attributes:
-        trace: the step that the plan is for.
-        owned: numbers of the chunks that the device owns: weights, gradients and optimizer state never move.
+        trace: the planned step.
+        owned: numbers of the chunks owned by the device: their weights, gradients and optimizer state never move.
         keep: for each moment of the trace, whether its chunk stays on the device until its next use.
         upload_bytes, download_bytes: bytes moved in each step.
         bound_bytes: a lower bound of ``moved_bytes`` for any plan: the optimum of the linear programme.

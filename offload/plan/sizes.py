@@ -1,4 +1,4 @@
-"""The bytes of chunks, and the buffers that moving them needs on the device and on the host."""
+"""The bytes of chunks, and of the buffers for moving them on the device and on the host."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ChunkBytes:
     """The sizes of a chunk in bytes.
 
     Attributes:
-        weight: its weights, which one upload moves.
-        gradient: its gradient, which one download moves.
+        weight: its weights, so the size of an upload.
+        gradient: its gradient, so the size of a download.
         owned: all of its values with gradients and optimizer state, wherever they are.
     """
 
@@ -36,10 +36,10 @@ def sizes_of(laid_out: Sequence[tuple[Chunk, ChunkLayout]]) -> list[ChunkBytes]:
 
 
 def window_bytes(sizes: Sequence[ChunkBytes], prefetch_depth: int) -> int:
-    """Returns what streaming always needs on the device: the chunk in use, prefetched chunks, and two gradients."""
+    """Returns the device memory of streaming: the chunk in use, prefetched chunks, and two gradients."""
     return (1 + prefetch_depth) * max(size.weight for size in sizes) + 2 * max(size.gradient for size in sizes)
 
 
 def staging_bytes(sizes: Sequence[ChunkBytes]) -> int:
-    """Returns what the host needs in addition to chunks: two staging buffers for gradients."""
+    """Returns the host memory in addition to chunks: two staging buffers for gradients."""
     return 2 * max(size.gradient for size in sizes)

@@ -1,14 +1,14 @@
-"""Finds the plan that moves the fewest bytes under the device's budget, by a linear programme and rounding.
+"""Finds a plan with the fewest moved bytes under the device's budget, by a linear programme and rounding.
 
 For each chunk c, y_c = 1 if the device owns it with its optimizer state, so nothing of it moves. For each interval i
-between two uses of a chunk in a step, x_i = 1 if the chunk stays on the device, which saves one upload. At each moment
+between two uses of a chunk in a step, x_i = 1 if the chunk stays on the device. This saves one upload. At each moment
 t, and outside of the uses,
 
-    sum over c: owned_bytes_c y_c  +  sum over i that span t: weight_bytes_i x_i  <=  budget - nonmodel_bytes_t - window
+    sum over c: owned_bytes_c y_c  +  sum over i spanning t: weight_bytes_i x_i  <=  budget - nonmodel_bytes_t - window
 
-and y_c + x_i <= 1. The programme maximises the seconds of copies that are saved. Few values of its solution are
-fractional. They are rounded down, or up for one or two more chunks, and the remaining bytes are then given to
-intervals. The best of these plans is returned.
+and y_c + x_i <= 1. The programme maximises the saved seconds of copies. Few values of its solution are fractional.
+They are rounded down, or up for one or two more chunks, and intervals then get the remaining bytes. The best of these
+plans is returned.
 
 Two simpler rules choose chunks by the free bytes at each moment.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def retain_greedily(
     intervals: Sequence[Interval], weights: Sequence[int], order: Sequence[int], free_bytes: Sequence[int]
 ) -> set[int]:
-    """Keeps each interval that fits, in the given order.
+    """Keeps each interval if it fits, in the given order.
 
     Args:
         weights: the bytes of each interval; 0 if they are already subtracted from ``free_bytes``.
@@ -39,7 +39,7 @@ def retain_greedily(
         free_bytes: the free bytes at each moment.
 
     Returns:
-        The indices of the intervals that are kept.
+        The indices of the kept intervals.
     """
     left, kept = list(free_bytes), set()
     for index in order:
@@ -54,9 +54,9 @@ def retain_greedily(
 def retain_by_belady(
     intervals: Sequence[Interval], weights: Sequence[int], candidates: Sequence[int], free_bytes: Sequence[int]
 ) -> set[int]:
-    """Keeps every interval until there is no room, and then drops the one whose chunk is used last (Belady 1966).
+    """Keeps every interval until there is no room, and then drops the latest next use (Belady 1966).
 
-    The arguments and the result are those of ``retain_greedily``; ``candidates`` may have any order.
+    Arguments and result are as for ``retain_greedily``; ``candidates`` may have any order.
     """
     starts: dict[int, list[int]] = {}
     for index in candidates:
@@ -94,7 +94,7 @@ def solve(
     host_budget_bytes: int | None = None,
     constraints: PlacementConstraints | None = None,
 ) -> PlacementPlan:
-    """Returns the plan whose copies take the least time.
+    """Returns the plan with the least time for copies.
 
     Args:
         trace: the step to plan for.
@@ -102,12 +102,12 @@ def solve(
         budget_bytes: the device's budget.
         prefetch_depth: how many uses ahead an upload starts.
         rates: the copies' rates; the update on the host counts as free.
-        host_budget_bytes: the most that the chunks which the device does not own may occupy on the host; each
-            occupies ``ChunkBytes.owned``. None: there is no limit.
+        host_budget_bytes: the limit for all chunks on the host, with ``ChunkBytes.owned`` for each. None: there is no
+            limit.
         constraints: decisions to follow.
 
     Raises:
-        ValueError: a budget is too small; the message names the smallest that suffices.
+        ValueError: a budget is too small; the message names the smallest sufficient one.
     """
     problem = _Problem(
         trace, sizes, budget_bytes, prefetch_depth, rates or Rates(), constraints or PlacementConstraints()
@@ -210,11 +210,11 @@ class _Problem:
         """Solves the linear programme.
 
         Args:
-            least_owned: how many bytes of chunks the device has to own at least.
-            owned: the chunks that the device owns, if that is already decided.
+            least_owned: the least bytes of chunks for the device to own.
+            owned: the chunks owned by the device, if already decided.
 
         Returns:
-            The share of each chunk that is owned, the share of each interval that is kept, and the bytes moved.
+            The owned share of each chunk, the kept share of each interval, and the moved bytes.
         """
         if not self.sizes:
             return [], [], 0.0
@@ -242,8 +242,8 @@ class _Problem:
     def _rows(self, least_owned: int) -> tuple[_Rows, _Rows]:
         """Returns the inequalities and the equalities of the programme, with columns for y, x, Y and K.
 
-        Y are the bytes of all owned chunks, and K_t those of all intervals that span the moment t, of which a moment's
-        row says how they differ from the moment's before. So the rows have few entries, however long intervals are.
+        Y is the number of bytes of all owned chunks, K_t that of all intervals spanning the moment t. The row of a
+        moment states only the difference K_t - K_(t-1). So rows have few entries, however long intervals are.
         """
         unit = max(size.owned for size in self.sizes)  # bytes are divided by it, to keep the matrix well scaled
         num_moments = len(self.trace.moments)
@@ -259,7 +259,7 @@ class _Problem:
         if changes:
             changes[0] = {held: 1.0}
         for column, interval in enumerate(self.intervals, start=len(self.sizes)):
-            # y_c + x_i <= 1: a chunk that is owned needs no replica.
+            # y_c + x_i <= 1: an owned chunk needs no replica.
             most.add({interval.chunk: 1.0, column: 1.0}, 1.0)
             if not interval.forced and interval.begin + 1 < interval.end:
                 weight = self.sizes[interval.chunk].weight / unit
@@ -275,7 +275,7 @@ class _Problem:
         return most, same
 
     def _bounds(self, owned: set[int] | None) -> list[tuple[int, int]]:
-        """Returns the bounds of each y and x, which ``constraints`` and ``owned`` fix to 0 or 1."""
+        """Returns the bounds of each y and x; ``constraints`` and ``owned`` fix some of them to 0 or 1."""
         chunks = range(len(self.sizes))
         if owned is not None:
             bounds = [(int(chunk in owned),) * 2 for chunk in chunks]
@@ -288,7 +288,7 @@ class _Problem:
         return bounds
 
     def _bytes(self, owned: Sequence[float], kept: Sequence[float]) -> float:
-        """Returns the bytes that shares of owned chunks and kept intervals move in a step."""
+        """Returns the bytes moved in a step with these shares of owned chunks and kept intervals."""
         moved = 0.0
         for chunk, size in enumerate(self.sizes):
             uploads = (self.uses[chunk] - self.forced[chunk]) * size.weight
@@ -298,7 +298,7 @@ class _Problem:
         return moved
 
     def round_owned(self, shares: Sequence[float], least_owned: int, num_more: int) -> set[int]:
-        """Chooses whole chunks to own: by descending share, then by the seconds that a byte saves, while they fit.
+        """Chooses whole chunks to own: by descending share, then by saved seconds per byte, while they fit.
 
         Args:
             shares: the relaxation's share of each chunk.
@@ -308,7 +308,7 @@ class _Problem:
         Raises:
             ValueError: whole chunks of these sizes do not fit both budgets.
         """
-        # Shares are rounded, so that noise of the solver does not decide the order.
+        # Shares are rounded, so noise of the solver does not decide the order.
         order = sorted(
             (chunk for chunk in range(len(self.sizes)) if shares[chunk] > 1e-6 and chunk not in self.constraints.owned),
             key=lambda chunk: (-round(shares[chunk], 6), -self.owned_seconds[chunk] / self.sizes[chunk].owned, chunk),
@@ -335,8 +335,8 @@ class _Problem:
     def round_kept(self, owned: set[int], shares: Sequence[float]) -> set[int]:
         """Chooses whole intervals to keep: the best of three rules.
 
-        If all chunks have the same size, the constraints' matrix has consecutive ones. Its solutions are whole if the
-        free bytes are multiples of that size, so rounding then changes little.
+        If all chunks have the same size, the matrix of constraints has the consecutive-ones property. Its solutions are
+        integers if the free bytes are multiples of the chunk size, so rounding then changes little.
         """
         free_bytes = [value - sum(self.sizes[chunk].owned for chunk in owned) for value in self.free_bytes]
         best: tuple[float, set[int]] = (-1.0, set())

@@ -1,4 +1,4 @@
-"""Predicts how long a planned step takes: which copies overlap with the computation, and which it waits for."""
+"""Predicts the time of a planned step: copies overlap with the computation or stall it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offload.plan.placement import PlacementPlan
 from offload.plan.sizes import ChunkBytes
 
 LATENCY_S = 2e-5
-"""The time to start a copy, in addition to that of its bytes."""
+"""Seconds to start a copy, in addition to the time of its bytes."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def predict_times(plan: PlacementPlan, sizes: Sequence[ChunkBytes], rates: Rates
         if moment.sends_gradient and moment.chunk not in plan.owned:
             seconds = LATENCY_S + sizes[moment.chunk].gradient / rates.download
             downloads += seconds
-            begin = max(clock, staging_free[0])
+            begin = max(clock, staging_free[0])  # the two buffers are used in turn, so the older download ends first
             exposed += begin - clock
             clock = begin
             download_end = max(download_end, clock) + seconds

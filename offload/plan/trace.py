@@ -1,4 +1,4 @@
-"""The trace of a step: which chunk it uses when, and how much memory everything else occupies at each use."""
+"""The trace of a step: its uses of chunks in order, and the memory of everything else at each use."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Moment:
-    """The time from one use of a chunk to the next use of any chunk; PatrickStar (arXiv 2108.05818) uses the word so.
+    """The time from one use of a chunk to the next use of any chunk, as in PatrickStar (arXiv 2108.05818).
 
     Attributes:
-        chunk: the number of the chunk that is used.
+        chunk: the number of the chunk in use.
         backward: whether this use computes the chunk's gradients.
         pinned: other chunks in use at this time. Reentrant activation checkpointing nests uses.
         nonmodel_bytes: the peak of all other memory on the device: activations, dense parameters, workspace.
@@ -34,7 +34,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Interval:
-    """The time between two uses of a chunk in a step, in which it can stay on the device or be dropped.
+    """The time between two uses of a chunk in a step. Meanwhile the chunk can stay on the device or be dropped.
 
     Attributes:
         chunk: the chunk's number.
@@ -71,7 +71,7 @@ class Trace:
             last[moment.chunk] = index
 
     def repeat_last(self, num_moments: int, times: int) -> Trace:
-        """Appends the last ``num_moments`` so many times more, for micro-batches that are all alike."""
+        """Appends the last ``num_moments`` moments ``times`` more times, for further micro-batches of equal size."""
         return replace(self, moments=self.moments + self.moments[len(self.moments) - num_moments :] * times)
 
     def with_nonmodel_bytes_of(self, other: Trace) -> Trace:

@@ -16,7 +16,7 @@ from offload.memory.arena import Arena, Block
 
 
 class CopyDevice(Protocol):
-    """The part of ``Device`` that copies activations; its methods are documented there."""
+    """The methods of ``Device`` for copies of activations; see there."""
 
     storages: set[int]
 
@@ -30,7 +30,7 @@ class CopyDevice(Protocol):
         """Queues a copy to the host."""
 
     def compute_event(self) -> Event:
-        """Returns the end of the computation that was queued so far."""
+        """Returns the end of the computation queued so far."""
 
     def compute_waits(self, event: Event) -> None:
         """Makes later computation wait for an event."""
@@ -40,18 +40,18 @@ class CopyDevice(Protocol):
 
 
 class ActivationOffload:
-    """Moves the tensors that autograd saves in parts of a model to the host, and back before they are needed.
+    """Moves tensors saved by autograd in parts of a model to the host, and back before the backward pass reads them.
 
     Each call of such a part is a **unit**. Inside ``unit``, the download of a storage starts as soon as autograd saves
-    a tensor of it. Its device memory is freed when the next unit begins, so that of the last unit is still there when
-    the backward pass begins. In the backward pass, the first tensor of a unit that is needed starts the uploads of the
-    unit before it. Device memory of activations is not in buffers, so traces count it as non-model memory, and plans
-    take into account that there is less of it.
+    a tensor of it. Its device memory is freed when the next unit begins. The memory of the last unit therefore stays
+    until the backward pass. In the backward pass, the first read of a unit starts the uploads of the unit before it
+    (prefetch). Device memory of activations is not in buffers. So traces count it as non-model memory, and plans see
+    the smaller number.
 
     Whole storages are moved. So a storage is moved once even if several operators save it or views of it, strides do
-    not change, and results are equal to the bit. Not moved are parameters, weights of chunks, small storages, and
-    integers and masks, which layers share. If a unit contains a checkpointed function, only the function's inputs are
-    moved.
+    not change, and results are bit-identical. Not moved are parameters, weights of chunks, small storages, and
+    integers and masks, since layers share them. If a unit contains a checkpointed function, only the function's inputs
+    are moved.
 
     Args:
         device: the accelerator.
@@ -78,10 +78,10 @@ class ActivationOffload:
         """Makes the forward pass inside ``with`` a unit; without gradients it does nothing.
 
         Args:
-            excluded: tensors whose storages are not moved, such as parameters.
+            excluded: tensors with storages to leave on the device, such as parameters.
 
         Raises:
-            RuntimeError: a saved tensor of the unit before was changed in place, or that unit has not ended.
+            RuntimeError: a saved tensor of the unit before was changed in place, or the unit before has not ended.
         """
         if self._inside:
             raise RuntimeError("a unit of activations begins within another one")
@@ -103,12 +103,12 @@ class ActivationOffload:
             self._inside = False
 
     def _pack(self, unit: _Unit, tensor: Tensor) -> Tensor | _View:
-        """Returns what autograd saves instead of a tensor."""
+        """Returns the object for autograd to save instead of a tensor."""
         storage = tensor.untyped_storage()
         fixed = storage._cdata in unit.excluded or storage._cdata in self.device.storages
         if fixed or not tensor.is_floating_point() or storage.nbytes() < self.small_bytes:
             return tensor.detach()  # the tensor itself would keep its graph alive in a reference cycle
-        # Several operators may save views of one storage: it is moved once for each type in which it is seen.
+        # Several operators may save views of one storage: it is moved once for each dtype of such a view.
         key = (storage._cdata, tensor.dtype)
         saved = unit.saved.get(key)
         if saved is None:
@@ -130,11 +130,11 @@ class ActivationOffload:
 
     @property
     def host_bytes(self) -> int:
-        """The host memory that is allocated, in use or kept for the next step."""
+        """The allocated host memory, in use or kept for the next step."""
         return self.arena.num_bytes
 
     def close(self) -> None:
-        """Frees the host memory; memory that a graph still needs is freed with the graph."""
+        """Frees the host memory; memory still needed by a graph is freed with the graph."""
         self.arena.close()
 
 
@@ -142,8 +142,8 @@ class _Unit:
     """One unit.
 
     Attributes:
-        before: the unit before it, whose backward pass comes next.
-        excluded: ``_cdata`` of the storages that are not moved.
+        before: the previous unit in the forward pass, so the next one in the backward pass.
+        excluded: ``_cdata`` of the storages to leave on the device.
         saved: the saved storages by storage and type, while a graph needs them.
         reached: whether the backward pass has reached the unit.
     """
@@ -155,7 +155,7 @@ class _Unit:
 
 
 class _View(NamedTuple):
-    """What autograd saves instead of a tensor: the storage, and the tensor's place in it."""
+    """Saved by autograd instead of a tensor: the storage, and the tensor's place in it."""
 
     saved: _Saved
     shape: Sequence[int]
@@ -164,11 +164,11 @@ class _View(NamedTuple):
 
 
 class _Saved:
-    """A storage that is moved. It is deleted with the last graph that needs it.
+    """A moved storage. It is deleted with the last graph referring to it.
 
     Args:
         owner: gives host memory and counts bytes.
-        unit: the unit that saved it.
+        unit: the unit in which it was saved.
         memory: [numel], the whole storage.
     """
 
@@ -185,7 +185,6 @@ class _Saved:
         owner.downloaded_bytes += memory.nbytes
 
     def _host(self) -> Tensor:
-        """Returns the host memory."""
         return self._slab.block.view(self._dtype, self._offset, (self._numel,))
 
     def free_device_memory(self) -> None:
@@ -204,7 +203,7 @@ class _Saved:
             self._owner.uploaded_bytes += self._memory.nbytes
 
     def read(self) -> Tensor:
-        """Returns the storage [numel] on the device, for computation that is queued from now on."""
+        """Returns the storage [numel] on the device, for computation queued from now on."""
         self.fetch()
         assert self._memory is not None
         if self._downloaded:
@@ -215,7 +214,7 @@ class _Saved:
         return self._memory
 
     def _check_version(self) -> None:
-        """Checks that nobody has changed the tensor; with hooks, autograd does not check this itself.
+        """Checks the tensor's version counter; with hooks, autograd does not check it itself.
 
         Raises:
             RuntimeError: it was changed in place.

@@ -1,6 +1,6 @@
 """The dry run: records a step's uses of chunks and its non-model memory before any memory is allocated.
 
-It runs the model's code on PyTorch's fake tensors, and a meter counts what these would occupy.
+The model's code runs on PyTorch's fake tensors, and a meter counts the bytes of real ones.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class DryRuntime:
         stacks: the layers' experts.
         dtype: the type of the weights.
         chunk_bytes: see ``cut``.
-        meter: counts the bytes of tensors. It may count this object's weights, too, which are then subtracted.
-        constant_bytes: bytes that the meter does not count and the device will always hold.
+        meter: counts the bytes of tensors. If it counts this object's weights too, they are subtracted.
+        constant_bytes: bytes on the device all the time, unknown to the meter.
         uses_at_once: see ``OffloadRuntime``.
 
     Attributes:
-        activations: drops the activations that would be moved to the host, makes new tensors when they are needed, and
-            counts the bytes that would be moved.
+        activations: drops activations instead of moving them to the host, makes new tensors when they are needed, and
+            counts the bytes of the omitted copies.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class DryRuntime:
         self._pinned.append(chunk.number)
 
     def trace(self) -> Trace:
-        """Returns the trace of what was recorded.
+        """Returns the recorded trace.
 
         Raises:
             RuntimeError: no chunk was used.
@@ -112,7 +112,7 @@ class _DryProbe:
 
 
 class _NullDevice:
-    """A device that copies nothing, for activations."""
+    """A device without copies, for activations."""
 
     def __init__(self, storages: set[int]) -> None:
         self.storages = storages

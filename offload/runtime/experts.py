@@ -1,4 +1,4 @@
-"""Experts whose weights are on the device only while their chunk is used."""
+"""Experts with weights on the device only while their chunk is in use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.memory.layout import Chunk
 
 
 class WeightProvider(Protocol):
-    """The part of a runtime that experts need; see ``OffloadRuntime``."""
+    """The part of a runtime needed by experts; see ``OffloadRuntime``."""
 
     def chunks_of(self, stack: str) -> list[Chunk]:
         """Returns a stack's chunks."""
@@ -32,9 +32,9 @@ class WeightProvider(Protocol):
 class StreamedExperts(nn.Module):
     """Applies a stack of experts chunk by chunk, so a layer may be larger than the device.
 
-    Autograd's graph is the same as with resident weights. The tensors that it saves are views of the chunk's storage,
-    which has the weights again before the chunk's backward pass begins. So both kinds of activation checkpointing work.
-    The gradients go to the runtime, and the module has no parameters.
+    Autograd's graph is the same as with resident weights. Autograd saves views of the chunk's storage, and the storage
+    has the weights again before the chunk's backward pass begins. So both kinds of activation checkpointing work. The
+    gradients go to the runtime, and the module has no parameters.
 
     The host waits for the device once in each call, to split the rows.
 
@@ -51,7 +51,7 @@ class StreamedExperts(nn.Module):
         self._chunks = runtime.chunks_of(stack)
         self._anchor = torch.zeros(
             (), requires_grad=True
-        )  # an input with a gradient, without which autograd would not record _Enter
+        )  # an input with a gradient: without one, autograd would not record _Enter
 
     def forward(self, rows: Tensor, counts: Tensor, row_values: Tensor | None = None) -> Tensor:
         """Applies each expert to its rows.
@@ -59,7 +59,7 @@ class StreamedExperts(nn.Module):
         Args:
             rows: [R, D] sorted by expert.
             counts: [E] int64, the number of rows of each expert; the sum is R.
-            row_values: [R, ...] other values of the rows, such as a dropout mask, which must not depend on the chunks.
+            row_values: [R, ...] other values of the rows, such as a dropout mask. They must not depend on the chunks.
 
         Returns:
             [R, D].
@@ -100,7 +100,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, runtime: WeightProvider, chunk: Chunk) -> Tensor:
         ctx.runtime, ctx.chunk = runtime, chunk
-        return output.view_as(output)  # a tensor of its own, which this function made
+        return output.view_as(output)  # a new tensor, made by this function
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

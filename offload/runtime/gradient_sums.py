@@ -1,4 +1,4 @@
-"""Adds up the gradients of a chunk's uses on the device, before one gradient of all of them leaves it."""
+"""Adds up the gradients of several uses of a chunk on the device, so only the sum is downloaded."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class GradientSums:
-    """Sums of the gradients of uses that follow each other, as those of micro-batches that take turns.
+    """Sums of gradients of consecutive uses of a chunk, for example by interleaved micro-batches.
 
-    The sum of two gradients is rounded once. Sums of more are made in fp32 and rounded at their end.
+    The sum of two gradients is rounded once. Three or more are accumulated in fp32 and rounded at their end.
 
     Args:
-        number: the number of uses whose gradients make one sum.
+        number: the number of uses in one sum.
     """
 
     def __init__(self, number: int) -> None:
@@ -22,12 +22,12 @@ class GradientSums:
         self._begun: dict[int, tuple[int, Sequence[Tensor]]] = {}
 
     def add(self, chunk: int, gradients: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        """Returns the sum that ends with these gradients, or None if the gradients of later uses are missing."""
+        """Returns the complete sum, or None if gradients of later uses are still missing."""
         if self._number == 1:
             return gradients
         count, sums = self._begun.pop(chunk, (0, ()))
         if count:
-            # The first gradients are those that autograd made: in 16 bits they are as exact as in fp32.
+            # The first summand comes from autograd in 16 bits. Widening it later loses nothing.
             sums = [self._widened(total) + gradient for total, gradient in zip(sums, gradients, strict=True)]
         else:
             sums = gradients
@@ -41,5 +41,5 @@ class GradientSums:
 
     @property
     def unfinished(self) -> list[int]:
-        """The chunks whose sums wait for the gradients of later uses."""
+        """The chunks with incomplete sums."""
         return sorted(self._begun)

@@ -19,10 +19,10 @@ from offload.runtime.workers import HostWorkers, Job
 class GradientOffload:
     """Downloads gradients as soon as they are computed, through two pairs of staging memory used in turn.
 
-    The first gradient of a chunk in a step is copied directly to the chunk's memory. Later gradients, and all gradients
-    if they are accumulated in another type than they are moved in, are copied to staging memory on the host, and a host
-    thread adds them. With ``update`` the thread instead updates the chunk from the staging memory, so no other memory
-    holds gradients.
+    The first gradient of a chunk in a step is copied directly to the chunk's memory. Later gradients are copied to
+    staging memory on the host, and a host thread adds them. If gradients are accumulated in another type than they are
+    moved in, all of them take this second way. With ``update`` the thread instead updates the chunk from the staging
+    memory, so no other memory holds gradients.
 
     Args:
         device: the accelerator.
@@ -34,7 +34,7 @@ class GradientOffload:
         uses_at_once: see ``OffloadRuntime``.
 
     Attributes:
-        update: updates a slot with its gradients, for runs that update chunks in the backward pass; None otherwise.
+        update: updates a slot with its gradients, if updates happen in the backward pass; None otherwise.
         expected: chunk -> how many gradients it gets in a step, as far as known. After the last one its norm is
             computed at once.
     """
@@ -108,7 +108,7 @@ class GradientOffload:
             self._submit_norm(slot, slot.home)
 
     def _take_place_of_weights(self, slot: Slot) -> None:
-        """The chunk's last use in this step is over, so the old weights make room for the gradient."""
+        """Publishes the chunk's new weights: after its last use in this step, the gradient may replace the old ones."""
         if slot.num_gradients:
             raise RuntimeError(
                 f"a second gradient of chunk {slot.number} of {slot.chunk.stack.name} in a step, whose first one took "
@@ -123,12 +123,12 @@ class GradientOffload:
         staging.sent = self._device.download(source, target, staging.buffer, [self._device.compute_event()])
 
     def _send(self, slot: Slot, home: HostBlock, staging: _StagingPair) -> None:
-        """Downloads gradients into the chunk's memory, or adds them to what is there."""
+        """Downloads gradients into the chunk's memory, or adds them to the values there."""
         total = plane_values(home, slot.planes["gradient"])
         more = slot.num_gradients > 0
         direct = self._direct and not more
         if direct:
-            # The host may still update the chunk from its last gradients, which this download would overwrite.
+            # The host may still update the chunk from its last gradients. This download would overwrite them.
             self._workers.wait(slot.job)
             target = total
         else:
@@ -149,7 +149,7 @@ class GradientOffload:
     def _send_to_update(
         self, slot: Slot, home: HostBlock, staging: _StagingPair, update: Callable[[Slot, Sequence[Tensor]], None]
     ) -> None:
-        """Downloads gradients to staging memory, from which a host thread updates the chunk."""
+        """Downloads gradients to staging memory; a host thread updates the chunk from there."""
         weight = plane_values(home, slot.planes[WEIGHT])
         self._workers.wait(staging.job)  # until the host has used the staging block's last content
         target = staging.host_block.view(self._dtype, 0, weight.shape)
@@ -219,14 +219,14 @@ class GradientOffload:
 
     @property
     def absent_bytes(self) -> int:
-        """The bytes of device buffers that are not present yet."""
+        """The bytes of device buffers not yet present."""
         return sum(staging.buffer.num_bytes for staging in self._pairs if not staging.buffer.present)
 
     def end_step(self) -> None:
         """Releases the buffers on the device.
 
         Raises:
-            RuntimeError: gradients wait for those of later uses.
+            RuntimeError: the gradients of some uses are missing, so a sum is incomplete.
         """
         if self._sums.unfinished:
             raise RuntimeError(f"the step ends, but the gradients of chunks {self._sums.unfinished} are not complete")
@@ -244,11 +244,11 @@ class GradientOffload:
 
 
 class _StagingPair:
-    """A pair of staging memory: a device buffer from which a gradient is downloaded, and a host block to which it is.
+    """A pair of staging memory for downloads: a buffer on the device and a block on the host.
 
     Attributes:
         sent: the end of the last download from the buffer.
-        job: the last host job that used the host block.
+        job: the last host job on the host block.
     """
 
     def __init__(self, device: Device, num_bytes: int) -> None:

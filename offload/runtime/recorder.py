@@ -1,4 +1,4 @@
-"""Records the trace of a running step, from which later steps are planned."""
+"""Records the trace of a running step, the basis of the plan for later steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload.plan.trace import Moment, Trace
 
 
 class StepProbe(Protocol):
-    """The part of ``Device`` that measures memory and time."""
+    """The methods of ``Device`` for measuring memory and time."""
 
     def begin_moment(self, number: int) -> Peaks:
         """Starts a moment and returns the peaks of the last one."""
@@ -30,7 +30,7 @@ class StepRecorder:
         uses_at_once: see ``OffloadRuntime``.
 
     Attributes:
-        timed: whether to measure the times, for which ``finish`` waits for the device; without, they are 0.
+        timed: whether to measure the times. ``finish`` then waits for the device. Otherwise they are 0.
     """
 
     def __init__(self, probe: StepProbe, uses_at_once: int) -> None:
@@ -47,7 +47,7 @@ class StepRecorder:
         self._backward_uses: Counter[int] = Counter()
 
     def arrive(self, chunk: int, backward: bool, pinned: tuple[int, ...]) -> None:
-        """Records that a use of a chunk begins; its weights need not be on the device yet."""
+        """Records the begin of a use of a chunk; its weights need not be on the device yet."""
         if self.timed:
             self._arrivals.append(self._probe.mark())
         self._note_peaks()
@@ -56,7 +56,7 @@ class StepRecorder:
         self._moments.append(Moment(chunk, backward, pinned, adds_up=adds_up))
 
     def start(self) -> None:
-        """Records that the weights are on the device, so the computation starts."""
+        """Records the start of the computation, with the weights on the device."""
         if self.timed:
             self._starts.append(self._probe.mark())
 
@@ -75,7 +75,7 @@ class StepRecorder:
         return found
 
     def _note_peaks(self) -> None:
-        """Stores the peaks of the moment that ends, or of the time before the first moment."""
+        """Stores the peaks of the current moment at its end, or of the time before the first moment."""
         peaks = self._probe.begin_moment(len(self._moments))
         if self._moments:
             self._moments[-1] = replace(self._moments[-1], nonmodel_bytes=peaks.nonmodel)

@@ -59,49 +59,49 @@ class OffloadRuntime:
 
     A step consists of ``hold`` around each use of a chunk in a forward pass, ``begin_backward`` and ``end_backward``
     around each use in a backward pass, ``sum_of_squares`` for the gradients' norm, and ``step`` or ``skip``. Losses,
-    norms and weights are equal to the bit for every budget, chunk size, plan and timing of copies.
+    norms and weights are bit-identical for every budget, chunk size, plan and timing of copies.
 
-    With ``update_in_backward`` no memory holds gradients, and nothing waits for the norm: a step begins with
+    With ``update_in_backward`` no memory holds gradients, and nothing waits for the norm. A step begins with
     ``begin_step``, and each chunk is updated as soon as it has its gradient. Such a step can neither clip by the norm
     nor be skipped, and each chunk may get only one gradient.
 
-    With ``next_weights`` each update is one step late. It waits until ``begin_late_update`` at the begin of the next
-    step, runs beside all of that step, whose uses find the weights before it, and is published at its end. Between two
-    steps the state is that before the update, with the gradients as one more kind of values.
+    With ``next_weights`` each update is one step late. ``begin_late_update`` starts it at the begin of the next step.
+    It overlaps with that whole step, which still reads the old weights. The new weights are published at the step's
+    end. Between two steps the state is the state before the update, and the gradients are one more kind of values.
 
-    Without a plan, as in the first step, a chunk is dropped after each use. With a plan, a use that is not in it is
-    uploaded on demand, and counted in ``statistics``.
+    Without a plan, as in the first step, a chunk is dropped after each use. With a plan, a use outside of the plan is
+    uploaded on demand and counted in ``statistics``.
 
     Args:
-        stacks: the layers' experts. A stack that several layers share is given once.
+        stacks: the layers' experts. A stack shared by several layers is given once.
         device: the accelerator.
         optimizer: the optimizer's settings.
         dtype: the type of the weights on the device, and of gradients when they are moved.
         gradient_dtype: the type in which gradients are accumulated; None: ``dtype``.
-        chunk_bytes: the most that one upload moves, see ``cut``.
-        num_threads: the number of host threads that update chunks.
+        chunk_bytes: the largest size of one upload, see ``cut``.
+        num_threads: the number of host threads for updates.
         host_budget_bytes: the limit of ``host_bytes``; None: there is none.
-        next_weights: where late updates put the new weights, which must not replace the old ones during the step. In
-            the place of the gradient they take no memory, but each chunk may get one gradient in a step. None: updates
+        next_weights: where late updates put the new weights, since the step still reads the old ones. In the memory of
+            the gradient they need no further memory, but each chunk may get only one gradient in a step. None: updates
             are not late.
-        plan: the plan for the first step and later ones, if it is known. Chunks that the device owns then never take
+        plan: the plan for the first step and later ones, if it is known. Chunks owned by the device then never take
             memory on the host.
-        reduce: combines each gradient [N, ...] that leaves the computation, in place with those of other ranks, in the
-            order of the backward pass, which is the same on all ranks whatever their plans are.
-        uses_at_once: the gradients of so many uses of a chunk, one after the other, are added up on the device and
-            count as one. Sums that wait for their next use are non-model memory.
+        reduce: combines each gradient [N, ...] in place with the other ranks' gradients before it leaves the device.
+            The calls follow the order of the backward pass, so it is the same on all ranks whatever their plans are.
+        uses_at_once: the gradients of so many consecutive uses of a chunk are added up on the device and count as one.
+            Unfinished sums are non-model memory.
 
     Attributes:
         trace: the trace of the last complete step.
         peaks: the peaks of memory at each of its moments.
-        host_bytes: what the host holds: staging blocks, and the chunks that the device does not own.
+        host_bytes: host memory of staging blocks and of all chunks outside of the device.
         recorder: makes the traces.
         activations: moves activations of parts of the model to the host, if the model uses it.
         statistics: deviations from the plan.
 
     Raises:
         ValueError: the host's budget is too small, or the device's is too small for one window of chunks.
-        DeviceOutOfMemory: the device's budget is too small for the chunks that it has to own.
+        DeviceOutOfMemory: the device's budget is too small for the chunks it has to own.
     """
 
     def __init__(
@@ -183,11 +183,11 @@ class OffloadRuntime:
             self._weights.unpin(slot)
 
     def begin_backward(self, chunk: Chunk) -> None:
-        """Begins a use in the backward pass: the views that autograd has saved show the weights again."""
+        """Begins a use in the backward pass: the views saved by autograd show the weights again."""
         self._weights.pin(self._slots[chunk.number], backward=True)
 
     def end_backward(self, chunk: Chunk, gradients: Sequence[Tensor]) -> None:
-        """Ends the use that ``begin_backward`` began, and takes its gradients [N, ...], one for each parameter."""
+        """Ends the use begun by ``begin_backward`` and takes its gradients [N, ...], one for each parameter."""
         slot = self._slots[chunk.number]
         self._gradients.take(slot, gradients)
         self._weights.unpin(slot)
@@ -215,7 +215,7 @@ class OffloadRuntime:
         self._gradients.update = update
 
     def take_gradients(self) -> list[Tensor]:
-        """Moves the gradients out of all chunks, for a caller that adds up those of several backward passes.
+        """Moves the gradients out of all chunks, for a caller with several backward passes to add up.
 
         Returns:
             fp32 [N, ...] on the host, for each chunk and each of its parameters; zeros where there is no gradient.
@@ -227,14 +227,14 @@ class OffloadRuntime:
         self._gradients.move_in(self._slots, gradients)
 
     def sum_of_squares(self) -> float:
-        """Returns the sum of squares of the step's gradients on this rank; infinite if one of them is not finite."""
+        """Returns the sum of squares of this rank's gradients in the step; infinite if one of them is not finite."""
         return self._gradients.sum_of_squares(self._slots)
 
     def step(self, learning_rate: float, coefficient: float = 1.0) -> None:
-        """Updates all chunks that have gradients.
+        """Updates all chunks with gradients.
 
-        Chunks on the host are updated by host threads, in the order in which the next step uses or replaces their
-        values. The call does not wait for them.
+        Host threads update the chunks on the host, in the order in which the next step reads or replaces their values.
+        The call does not wait for them.
 
         Args:
             learning_rate: of this step.
@@ -248,13 +248,13 @@ class OffloadRuntime:
         self._updates.begin_step()
 
     def use_late_gradients(self) -> None:
-        """Makes the update that waits for the next step, if there is one, without a step; between two steps."""
+        """Applies the late update, if there is one, without a further step. Call it only between two steps."""
         self._updates.begin_step()
         self._updates.publish()
 
     @property
     def late_update(self) -> LateUpdate | None:
-        """The update that waits for the next step. To set it, then write the gradients, restores one that waited."""
+        """The update to apply in the next step. To restore one: assign this, then ``write`` the gradients."""
         return self._updates.waiting
 
     @late_update.setter
@@ -264,15 +264,15 @@ class OffloadRuntime:
     def skip(self) -> None:
         """Ends the step without an update, for example if a gradient is not finite.
 
-        With ``update_in_backward`` it ends every step, whose chunks have been updated already.
+        With ``update_in_backward`` it ends every step, since the chunks have been updated already.
         """
         self._end_step()
 
     def _end_step(self) -> list[Slot]:
         """Drops all weights, ends the trace, and returns the chunks with gradients in the order of their updates.
 
-        Updates that are not late have to be done before the next forward pass uses the chunks; late ones before the
-        next backward pass brings new gradients.
+        The order is that of the next uses. Without delay, updates must end before the next forward pass uses the
+        chunks. Late updates must end before the next backward pass brings new gradients.
         """
         self._weights.end_step()
         self._gradients.end_step()
@@ -289,7 +289,7 @@ class OffloadRuntime:
         return with_gradients
 
     def drain(self) -> None:
-        """Waits until all updates are done. It has to be called before the state is read, moved or saved.
+        """Waits until all updates are done. Call it before the state is read, moved or saved.
 
         Raises:
             WorkerFailure: one of them failed.
@@ -311,7 +311,7 @@ class OffloadRuntime:
 
     @property
     def num_updates(self) -> int:
-        """The number of updates that were begun; Adam's bias correction and Adafactor's decay depend on it."""
+        """The number of begun updates; Adam's bias correction and Adafactor's decay depend on it."""
         return self._updates.number
 
     @num_updates.setter
@@ -319,10 +319,10 @@ class OffloadRuntime:
         self._updates.number = number
 
     def adopt(self, plan: PlacementPlan) -> None:
-        """Moves chunks to the places of ``plan`` and follows it from the next step on.
+        """Moves chunks to where ``plan`` puts them and follows it from the next step on.
 
         Raises:
-            DeviceOutOfMemory: the device's budget is too small for the chunks that it has to own.
+            DeviceOutOfMemory: the device's budget is too small for the chunks it has to own.
         """
         self.drain()
         # First make room: chunks leave the device before others come.
@@ -338,7 +338,7 @@ class OffloadRuntime:
 
     @property
     def plan(self) -> PlacementPlan | None:
-        """The plan that is followed."""
+        """The current plan; None before the first one."""
         return self._weights.plan
 
     def _follow(self, plan: PlacementPlan) -> None:
@@ -351,7 +351,7 @@ class OffloadRuntime:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The names of a parameter's values: ``WEIGHT``, the optimizer's states, and gradients that wait."""
+        """The names of a parameter's values: ``WEIGHT``, the optimizer's states, and ``LATE_GRADIENT`` if it waits."""
         waiting = () if self.late_update is None else (LATE_GRADIENT,)
         return (WEIGHT, *self._slots[0].layout.state_names, *waiting)
 
@@ -369,7 +369,7 @@ class OffloadRuntime:
         return read_values(self._stacks[stack], kind)
 
     def write(self, kind: str, stack: str, values: dict[str, Tensor]) -> None:
-        """Sets the values that ``read`` returns.
+        """Sets values, named and shaped as those from ``read``.
 
         Raises:
             ValueError: a parameter is missing or has another shape.

@@ -17,32 +17,32 @@ from offload.runtime.workers import Job
 
 WEIGHT = "weight"
 LATE_GRADIENT = "late_gradient"
-"""The kind of gradients that wait for their update, see ``OffloadRuntime``."""
+"""The gradients of a late update as a kind of values, see ``OffloadRuntime``."""
 
 
 class Slot:
     """The memory of one chunk.
 
     The home has all values of the chunk and is the authoritative copy. The replica is a copy of the weights on the
-    device, which exists only around uses.
+    device. It exists only around uses.
 
-    If the layout has a place for the next weights, an update writes them there, and uses go on with the old ones until
-    ``publish`` exchanges the two places. If that place is the gradient's, the next gradient gets that of the old
-    weights.
+    If the layout has a ``next_weight`` plane, an update writes there, and uses read the old weights until ``publish``
+    exchanges the two planes. If the gradient's plane serves as ``next_weight``, the next gradient goes to the plane of
+    the old weights.
 
     Attributes:
         planes: where the values are now, see ``ChunkLayout``.
         home: host memory, or a buffer of the device if it owns the chunk.
         replica: a buffer of the device; if it is present, it has or is about to get the weights of ``replica_version``.
-        ready: the upload that the computation has not waited for yet.
-        uploaded: the last upload, which reads the home's weights.
-        job: the last host job that uses the home.
+        ready: an upload for which the computation has not waited yet.
+        uploaded: the last upload from the home's weights.
+        job: the last host job on the home.
         pins: the number of uses at this time; the replica stays while there is one.
         last_use: the plan's moment of the last use.
-        num_gradients: how many gradients the chunk has got in this step.
-        waits: whether the gradient is that of the last step, and its update has not begun.
-        order: the place of the chunk among those that wait.
-        unpublished: whether an update of this step has written the next weights, or is about to.
+        num_gradients: the number of gradients received in this step.
+        waits: the gradient is the last step's, and its update has not begun.
+        order: the chunk's position in the order of late updates.
+        unpublished: an update of this step has written the next weights, or is about to.
         squares: the sum of squares of each matrix of the gradient, computed by ``squares_job``.
         version: how often the home's weights have changed; a replica of an older version must not be used.
     """
@@ -79,12 +79,12 @@ class Slot:
 
     @property
     def rotates(self) -> bool:
-        """Whether weights and gradients take each other's places."""
+        """Whether weights and gradients exchange their planes after each update."""
         return "next_weight" in self.planes and self.planes["next_weight"] is self.planes["gradient"]
 
     @property
     def device_memory(self) -> Buffer:
-        """The buffer in which the computation finds the weights."""
+        """The buffer from which the computation reads the weights."""
         return self.home if isinstance(self.home, Buffer) else self.replica
 
     def device_weights(self) -> list[Tensor]:
@@ -97,7 +97,7 @@ class Slot:
         return list(plane_tensors(self.home, self.planes["gradient"]))
 
     def measure(self, gradients: Sequence[Tensor]) -> None:
-        """Computes the sum of squares of each matrix by itself, so that no sum depends on the size of the chunk."""
+        """Computes the sum of squares of each matrix by itself, so no sum depends on the size of the chunk."""
         matrices = [matrix for stack in gradients for matrix in stack]
         if matrices[0].device.type == "cpu":
             self.squares = [sum_of_squares(matrix) for matrix in matrices]
@@ -120,7 +120,7 @@ class Slot:
             update(settings, step, learning_rate, coefficient, weight, remainder, gradient, own, targets[index])
 
     def publish(self) -> None:
-        """Makes the next weights those that uses find. The update has to be done."""
+        """Replaces the weights by the next weights. The update must be done."""
         self.version += 1
         self.unpublished = False
         old, new = self.planes[WEIGHT], self.planes["next_weight"]
@@ -146,7 +146,7 @@ class Slot:
 
     @torch.no_grad()
     def write(self, kind: str, values: Sequence[Tensor]) -> None:
-        """Sets the values that ``read`` returns."""
+        """Sets values, in the form returned by ``read``."""
         if kind != WEIGHT:
             plane = self.planes["gradient" if kind == LATE_GRADIENT else kind]
             for part, value in zip(plane_tensors(self.home, plane), values, strict=True):
@@ -166,7 +166,7 @@ class Slot:
         yield from zip(weights, remainders, strict=True)
 
     def free(self, device: Device) -> None:
-        """Frees all memory. Nothing may use it any more."""
+        """Frees all memory. No copy or job may still use it."""
         if self.replica.present:
             device.release(self.replica)
         if isinstance(self.home, HostBlock):
@@ -175,10 +175,10 @@ class Slot:
             device.release(self.home)
 
     def move(self, home: HostBlock | Buffer, device: Device) -> None:
-        """Copies all values to another home, waits for it, and frees the old home."""
+        """Copies all values to another home, waits for the copy, and frees the old home."""
         source = self.home.view(torch.uint8, 0, (self.layout.num_bytes,))
         target = home.view(torch.uint8, 0, (self.layout.num_bytes,))
-        # The copy has to come after everything that wrote the old home or used the new home's memory.
+        # The copy must follow all writes to the old home and all uses of the new home's memory.
         now = [device.compute_event()]
         if isinstance(home, Buffer):
             event = device.upload(source, target, home, now)

@@ -1,4 +1,4 @@
-"""Updates of chunks: at once, or one step late, beside the whole step that follows."""
+"""Updates of chunks: at once, or one step late and overlapped with the whole next step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload.runtime.workers import HostWorkers
 
 @dataclass(frozen=True)
 class LateUpdate:
-    """An update that waits for the begin of the next step.
+    """An update to be started at the begin of the next step.
 
     Attributes:
         learning_rate, coefficient: see ``OffloadRuntime.step``.
@@ -26,15 +26,15 @@ class LateUpdate:
 
 
 class Updates:
-    """Updates chunks: those on the host by its threads, those that the device owns on the device.
+    """Updates chunks where they are: on the host with its threads, or on the device.
 
     Args:
-        late: whether an update begins with the next step, whose uses still find the weights before it.
+        late: an update begins with the next step, and that step still reads the old weights.
 
     Attributes:
         late: see above.
-        number: how many updates were begun; the optimizer's arithmetic depends on it.
-        waiting: the update that waits; None: there is none.
+        number: the number of begun updates; the optimizer's arithmetic depends on it.
+        waiting: the late update; None: there is none.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Updates:
         self.waiting: LateUpdate | None = None
 
     def update(self, slots: Iterable[Slot], learning_rate: float, coefficient: float) -> None:
-        """Updates these chunks in this order, or lets them wait; for the arguments see ``OffloadRuntime.step``."""
+        """Updates these chunks in this order, or registers a late update; see ``OffloadRuntime.step``."""
         if self.late:
             self.wait_with(slots, LateUpdate(learning_rate, coefficient))
         else:
@@ -55,13 +55,13 @@ class Updates:
                 self._submit(slot, learning_rate, coefficient)
 
     def wait_with(self, slots: Iterable[Slot], update: LateUpdate) -> None:
-        """Lets an update of these chunks wait for the next step."""
+        """Registers a late update of these chunks in this order."""
         self.waiting = update
         for order, slot in enumerate(slots):
             slot.waits, slot.order = True, order
 
     def begin_step(self) -> None:
-        """Begins the update that waits, if there is one."""
+        """Begins the late update, if there is one."""
         if self.waiting is None:
             return
         self.number += 1
@@ -71,7 +71,7 @@ class Updates:
         self.waiting = None
 
     def publish(self) -> None:
-        """Waits for the updates of the step that ends, so that uses find the new weights."""
+        """Waits for the late updates of this step and publishes the new weights."""
         for slot in self._slots:
             if slot.unpublished:
                 self._workers.wait(slot.job)
@@ -93,5 +93,5 @@ class Updates:
                 self._device.host_accesses(plane_values(slot.home, planes["next_weight"]), write=True)
             slot.update(*arguments, slot.gradients())
 
-        # An upload may still read the memory that the update writes.
+        # An upload may still read the memory written by the update.
         slot.job = self._workers.submit(work, [slot.job], [slot.uploaded])

@@ -23,8 +23,8 @@ class Statistics:
     """Counts deviations from the plan.
 
     Attributes:
-        num_misses: uses of chunks that were not in the plan.
-        num_evictions: chunks that were dropped early because there was not enough memory.
+        num_misses: uses of chunks outside of the plan.
+        num_evictions: chunks dropped early for lack of memory.
     """
 
     num_misses: int = 0
@@ -35,8 +35,8 @@ class PlanCursor:
     """Finds each use of a step in the plan.
 
     Args:
-        plan: the plan that the step follows.
-        statistics: counts the uses that are not found where they should be.
+        plan: the step's plan.
+        statistics: counts uses out of the planned order.
     """
 
     def __init__(self, plan: PlacementPlan, statistics: Statistics) -> None:
@@ -49,8 +49,8 @@ class PlanCursor:
     def locate(self, number: int) -> int:
         """Returns the moment of the plan for this use of chunk ``number``.
 
-        That is the chunk's first moment at or after the expected one, from which the search wraps around. A chunk that
-        the plan does not use gets the expected moment.
+        It is the chunk's first moment from the expected one on. The search wraps around at the end of the step. A chunk
+        without a use in the plan gets the expected moment.
         """
         moments = self.plan.trace.moments
         for offset in range(len(moments)):
@@ -63,7 +63,7 @@ class PlanCursor:
         return self._position % len(moments)
 
     def used_last(self, candidates: Sequence[int], now: int) -> int:
-        """Returns the candidate whose next use after moment ``now`` is the latest, or that has no more use."""
+        """Returns the candidate with the latest next use after moment ``now``; no further use counts as latest."""
         moments = self.plan.trace.moments
         next_use = {moments[time].chunk: time for time in range(len(moments) - 1, now - 1, -1)}
         return max(candidates, key=lambda number: next_use.get(number, len(moments)))
@@ -77,14 +77,14 @@ class WeightCache:
     Args:
         device: the accelerator.
         slots: the chunks' memory.
-        workers: the host threads that update chunks.
+        workers: the host threads for updates.
         gradients: their staging buffers need memory, too.
         recorder: records every use.
         statistics: counts evictions.
-        late: whether updates write weights that uses do not read yet, so that uploads need not wait for the host.
+        late: updates write to ``next_weight`` planes, so uploads need not wait for the host.
 
     Attributes:
-        evaluating: whether uses are outside of a step, so they are not recorded and not looked up in the plan.
+        evaluating: uses are outside of a step, so they are not recorded and not looked up in the plan.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class WeightCache:
 
     @property
     def plan(self) -> PlacementPlan | None:
-        """The plan that is followed."""
+        """The current plan; None: weights are uploaded on demand."""
         return None if self._cursor is None else self._cursor.plan
 
     def follow(self, plan: PlacementPlan) -> None:
@@ -114,7 +114,7 @@ class WeightCache:
         self._cursor = PlanCursor(plan, self._statistics)
 
     def pin(self, slot: Slot, backward: bool) -> None:
-        """Begins a use: computation that is queued from now on finds the weights."""
+        """Begins a use: computation queued from now on reads the weights."""
         now = 0 if self.evaluating else self._arrive(slot, backward)
         if not slot.owned:
             if not slot.replica.present:
@@ -172,7 +172,7 @@ class WeightCache:
 
     def _upload(self, slot: Slot) -> None:
         """Starts to upload a chunk's weights, after the host's last work on them."""
-        if not self._late:  # weights that are published are not worked on
+        if not self._late:  # a late update never writes published weights
             self._workers.wait(slot.job)
         assert isinstance(slot.home, HostBlock)
         self._device.acquire(slot.replica)
@@ -199,7 +199,7 @@ class WeightCache:
             self._upload(slot)
 
     def _evict_to(self, room_bytes: int, cursor: PlanCursor, now: int) -> None:
-        """Drops chunks that are not in use until the rest fit, beginning with the one whose next use is the latest."""
+        """Drops unused chunks until the rest fit, the latest next use first."""
         while self._device.used_bytes > room_bytes:
             idle = [slot.number for slot in self._slots if slot.replica.present and slot.pins == 0]
             if not idle:

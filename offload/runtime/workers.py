@@ -1,4 +1,4 @@
-"""Host threads that work while the device computes."""
+"""Host threads for work concurrent with the device's computation."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Job = Future[Event]
 
 
 class WorkerFailure(RuntimeError):
-    """A job failed. The state that it worked on may be partly updated, so it must not be saved."""
+    """A job failed. Its state may be partly updated, so it must not be saved."""
 
 
 class HostWorkers:
-    """Starts jobs in the order in which they were submitted, and runs as many at a time as there are threads.
+    """Starts jobs in the order of their submission, and runs as many at a time as there are threads.
 
-    Each job waits for events of the device and leaves one, as work of a device queue does. The simulated device can
+    Each job waits for events of the device and ends with one, as work of a device queue does. The simulated device can
     therefore check the order of all accesses to memory.
     """
 
@@ -26,10 +26,9 @@ class HostWorkers:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="offload")
 
     def submit(self, work: Callable[[], object], after: Sequence[Job | None], events: Sequence[Event | None]) -> Job:
-        """Submits ``work``, which starts after the jobs ``after`` and the events ``events``.
+        """Submits ``work`` to start after the jobs ``after`` and the events ``events``.
 
-        ``after`` may contain only jobs that were submitted before: a thread waits for them, and could wait forever for
-        a later one.
+        ``after`` may contain only earlier jobs: a thread waits for them, and could wait forever for a later one.
         """
         submitted = self._device.host_event()
 
@@ -49,7 +48,7 @@ class HostWorkers:
         """Waits until the job is done, and orders the calling thread behind it.
 
         Raises:
-            WorkerFailure: the job, or one that it waited for, failed.
+            WorkerFailure: the job or an earlier one in its chain failed.
         """
         if job is None:
             return

@@ -1,1 +1,1 @@
-"""Matrices that are divided over several ranks: placements in one, two and three dimensions behind one interface."""
+"""Tensor parallelism: placements of matrices in one, two and three dimensions behind one interface."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 OwnGroup = Callable[[Sequence[Sequence[int]]], dist.ProcessGroup | None]
-"""Makes groups of the global ranks that it gets, and returns the one of this rank. All ranks call it alike."""
+"""Makes process groups from lists of global ranks and returns this rank's group. All ranks call it alike."""
 
 
 class Grid:
@@ -27,8 +27,7 @@ class Grid:
     Attributes:
         place: number of this rank in its tensor group.
         coordinates: of this rank.
-        received: elements that this rank has received so far, if gathering, summing up into parts and all-reduces are
-            rings.
+        received: elements received by this rank so far, if all-gather, reduce-scatter and all-reduce are rings.
     """
 
     def __init__(self, shape: Sequence[int], groups: Sequence[Sequence[int]], rank: int, own_group: OwnGroup) -> None:
@@ -45,7 +44,7 @@ class Grid:
         self.coordinates = tuple(self.place // stride % size for stride, size in zip(strides, self.shape, strict=True))
 
     def gather(self, part: Tensor, axis: int | None = None, dim: int = 0) -> Tensor:
-        """The parts [m, n] of the ranks along an axis, or of all, next to each other in ``dim``, 0 or 1."""
+        """All-gathers parts [m, n] along an axis, or over all ranks, and concatenates them in ``dim``, 0 or 1."""
         group, ranks = self._of(axis)
         found = part.new_empty(ranks * part.shape[0], *part.shape[1:])
         dist.all_gather_single(found, part.contiguous(), group=group)
@@ -53,7 +52,7 @@ class Grid:
         return found if dim == 0 else found.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1)
 
     def scatter(self, partial: Tensor, axis: int, dim: int = 0) -> Tensor:
-        """This rank's part in ``dim``, 0 or 1, of the sum of matrices along an axis."""
+        """Reduce-scatters matrices along an axis; returns this rank's part of the sum in ``dim``, 0 or 1."""
         group, ranks = self._of(axis)
         # [m, n] -> [ranks, part of m, n] or [ranks, m, part of n].
         parts = partial.unflatten(dim, (ranks, -1))
@@ -64,7 +63,7 @@ class Grid:
         return found
 
     def sum(self, partial: Tensor, axis: int | None = None) -> Tensor:
-        """The sum of tensors along an axis, or of all."""
+        """All-reduces a tensor along an axis, or over all ranks; returns the sum."""
         group, ranks = self._of(axis)
         total = partial.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
@@ -76,6 +75,6 @@ class Grid:
 
 
 def _lines(shape: tuple[int, ...], axis: int, ranks: Sequence[int]) -> list[list[int]]:
-    """The ranks that differ in the coordinate of an axis alone."""
+    """Groups of ranks with equal coordinates on all axes but ``axis``."""
     lines: list[list[int]] = torch.tensor(list(ranks)).view(shape).movedim(axis, -1).reshape(-1, shape[axis]).tolist()
     return lines

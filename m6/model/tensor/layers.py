@@ -1,6 +1,6 @@
-"""Layers whose matrices are divided over the ranks of a tensor group. Hidden states between them are whole.
+"""Layers with matrices sharded over the ranks of a tensor group. Hidden states between layers are replicated.
 
-The dense feed-forward has any placement, attention always that in one dimension: its heads are divided.
+The dense feed-forward may have any placement. Attention always has the one-dimensional one: its heads are sharded.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def divide_layers(
     rank: int,
     own_group: OwnGroup,
 ) -> None:
-    """Replaces the dense feed-forwards and the projections of attentions by this rank's parts of them, in place.
+    """Replaces the dense feed-forwards and the projections of attention by this rank's shards, in place.
 
-    Names of parameters stay. A divided parameter has the attribute ``shard``, see ``Shard``, also after ``to_empty``.
+    Names of parameters stay. A sharded parameter has the attribute ``shard``, see ``Shard``, also after ``to_empty``.
 
     Args:
         model: on the meta device.
         groups: the global ranks of all tensor groups.
-        rank: the global one of this process.
+        rank: the global rank of this process.
         own_group: see ``OwnGroup``.
     """
     of_attention = of_ffn = _ATTENTION.grid(groups, rank, own_group)
@@ -58,7 +58,7 @@ class DividedLinear(nn.Module):
 
     Args:
         linear: the whole layer, on the meta device.
-        stacked: the weight is a stack of so many matrices, each of which is divided.
+        stacked: the weight is a stack of so many matrices, each sharded by itself.
     """
 
     def __init__(self, linear: nn.Linear, product: ProductPlacement, grid: Grid, stacked: int = 1) -> None:
@@ -104,7 +104,7 @@ class DividedLinear(nn.Module):
 
 
 class DividedFFN(DenseFFN):
-    """A dense feed-forward whose two matrices are divided."""
+    """A dense feed-forward with sharded matrices."""
 
     def __init__(self, config: ModelSettings, placement: Placement, grid: Grid) -> None:
         with torch.device("meta"):
@@ -114,12 +114,12 @@ class DividedFFN(DenseFFN):
         self.output = DividedLinear(self.output, placement.second, grid)  # type: ignore[assignment]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Maps [..., D] to [..., D], whole on each rank."""
+        """Maps [..., D] to [..., D], replicated on all ranks."""
         inputs = self._placement.first.inputs
         if not inputs.rows:
             return super().forward(hidden_states)
         tokens = hidden_states.flatten(0, -2)
-        # Rows of zeros, so that the axes divide them.
+        # Pad with rows of zeros to a multiple of the blocks.
         blocks = math.prod(self._grid.shape[axis] for axis in inputs.rows)
         padded = F.pad(tokens, (0, 0, 0, -len(tokens) % blocks))
         part = super().forward(_Part.apply(padded, inputs, self._grid))
@@ -128,7 +128,7 @@ class DividedFFN(DenseFFN):
 
 
 class _Part(torch.autograd.Function):
-    """This rank's part of a matrix that all ranks have; the gradient is that of all parts."""
+    """This rank's part of a replicated matrix. The backward pass gathers the gradients of all parts."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, division: Division, grid: Grid) -> Tensor:
@@ -141,7 +141,7 @@ class _Part(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """The matrix of all parts. All ranks compute the same of it, so that each has the gradient of its part already."""
+    """The matrix of all parts. Later computation is replicated, so each rank already has the gradient of its part."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, division: Division, grid: Grid) -> Tensor:

@@ -1,7 +1,7 @@
-"""How the products Y = X A of a feed-forward are divided over a grid of ranks, in one, two or three dimensions.
+"""Sharding of the matmuls Y = X A of a feed-forward over a grid of ranks, in one, two or three dimensions.
 
-A placement is a table: for X, A and Y of each of the two products the axes of the grid that divide their rows and
-columns, and what travels along which axis. One autograd function runs all of them.
+A placement is a table for X, A and Y of each of the two matmuls. It names the grid axes for their rows and columns, and
+the axes of their collectives. One autograd function runs all placements.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from m6.model.tensor.grid import Grid, OwnGroup
 
 @dataclass(frozen=True)
 class Division:
-    """How a matrix lies on the ranks of a grid. Axes that divide nothing hold copies.
+    """The sharding of a matrix over a grid of ranks. It is replicated along all other axes.
 
     Attributes:
-        rows, columns: the axes that divide them, the one with the longest blocks first.
-        gathered: the axis along which a product gathers the matrix, the last one of rows or columns; the reverse sums
-            up what the ranks computed, into these parts.
-        summed: the axis along which the ranks have copies for a product, but compute parts of a sum.
+        rows, columns: the axes that shard them, the axis with the longest blocks first.
+        gathered: the axis of the all-gather before a matmul, the last one of rows or columns. The reverse is a
+            reduce-scatter of partial sums along this axis.
+        summed: the axis of an all-reduce: inputs are replicated along it, and results are partial sums.
     """
 
     rows: tuple[int, ...] = ()
@@ -41,18 +41,18 @@ class Division:
         return whole
 
     def whole(self, part: Tensor, grid: Grid) -> Tensor:
-        """The matrix [M, N] from the parts [m, n] of all ranks; all axes of the grid divide it."""
+        """The matrix [M, N] from the parts [m, n] of all ranks; it must be sharded along all axes of the grid."""
         parts = grid.gather(part).view(*grid.shape, *part.shape)
         axes = len(grid.shape)
         ordered = parts.permute(*self.rows, axes, *self.columns, axes + 1)
         return ordered.flatten(len(self.rows) + 1).flatten(0, len(self.rows))
 
     def bring(self, part: Tensor, grid: Grid) -> Tensor:
-        """What a product of this rank reads."""
+        """All-gathers the part for a matmul of this rank, if the sharding needs it."""
         return part if self.gathered is None else grid.gather(part, self.gathered, self._dim)
 
     def add_up(self, partial: Tensor, grid: Grid) -> Tensor:
-        """This rank's part of the sum of what the ranks computed; the reverse of ``bring``."""
+        """This rank's part of the sum of all ranks' partial results; the reverse of ``bring``."""
         if self.gathered is not None:
             return grid.scatter(partial, self.gathered, self._dim)
         return partial if self.summed is None else grid.sum(partial, self.summed)
@@ -64,14 +64,14 @@ class Division:
 
 @dataclass(frozen=True)
 class ProductPlacement:
-    """How X, A and Y of a product Y = X A are divided."""
+    """The sharding of X, A and Y of a matmul Y = X A."""
 
     inputs: Division
     matrix: Division
     outputs: Division
 
     def __call__(self, inputs: Tensor, matrix: Tensor, grid: Grid) -> Tensor:
-        """This rank's part of Y, from its parts of X and A, which alone are kept for the backward pass."""
+        """This rank's part of Y from its parts of X and A. Only these parts are kept for the backward pass."""
         if torch.is_autocast_enabled(inputs.device.type):
             dtype = torch.get_autocast_dtype(inputs.device.type)
             inputs, matrix = inputs.to(dtype), matrix.to(dtype)
@@ -81,11 +81,11 @@ class ProductPlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a pair of products is divided, the second of which reads what the first one wrote.
+    """The sharding of a pair of matmuls. The second one reads the result of the first one.
 
     Attributes:
         name: of the placement, see ``received.py``.
-        first, second: the products.
+        first, second: the matmuls.
     """
 
     name: PlacementName
@@ -99,14 +99,14 @@ class Placement:
         return Grid((q,) * AXES[self.name], groups, rank, own_group)
 
 
-# Axis 0 is the only one. Megatron-LM (arXiv 1909.08053, section 3): f is the sum of gradients of the first input, and g
-# the sum of the second output.
+# Axis 0 is the only one. In Megatron-LM (arXiv 1909.08053, section 3), f is the all-reduce of the first input's
+# gradient and g the all-reduce of the second output.
 _ONE = Placement(
     "1d",
     ProductPlacement(Division(summed=0), Division(columns=(0,)), Division(columns=(0,))),
     ProductPlacement(Division(columns=(0,)), Division(rows=(0,)), Division(summed=0)),
 )
-# Rows lie over axis 0, columns over axis 1. All blocks of a SUMMA product (Optimus, arXiv 2104.05343) come at once.
+# Axis 0 shards rows, axis 1 columns. All blocks of a SUMMA matmul (Optimus, arXiv 2104.05343) are gathered at once.
 _SUMMA = ProductPlacement(Division((0,), (1,), gathered=1), Division((0,), (1,), gathered=0), Division((0,), (1,)))
 
 
