@@ -1,5 +1,6 @@
 """What every test shares: one thread, no hub, caches of their own, no limits of time."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -8,8 +9,10 @@ import tempfile
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="m6-tests-hf-")
-# scripts/mutation.py names a cache of its own, so that not every mutant compiles the kernels again.
-os.environ["XDG_CACHE_HOME"] = os.environ.get("M6_TESTS_CACHE") or tempfile.mkdtemp(prefix="m6-tests-cache-")
+# Kernels are compiled once for all workers, which inherit the folder. scripts/mutation.py names a cache of its own, so
+# that not every mutant compiles them again.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = os.environ.get("M6_TESTS_CACHE") or tempfile.mkdtemp(prefix="m6-tests-cache-")
 os.environ["WANDB_MODE"] = "offline"
 
 import pytest
@@ -24,6 +27,12 @@ settings.load_profile("m6")
 
 # A trainer in this process sets and at its end ignores them; programs that later tests start would ignore them, too.
 _HANDLERS = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+
+
+def pytest_collection_finish() -> None:
+    """Leaves out of later collections of garbage what was imported: half a million objects, for half a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_teardown() -> None:

@@ -18,8 +18,7 @@ from torch.multiprocessing import ProcessExitedException
 _OFFSETS = itertools.count()
 # A server that has imported these forks each process: to import them anew would take most of a test's time.
 _CONTEXT = torch.multiprocessing.get_context("forkserver")
-# DeepSpeed imports its Muon, and with it PyTorch's compiler, for every engine with ZeRO.
-_CONTEXT.set_forkserver_preload(["m6.training.loop", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"])
+_CONTEXT.set_forkserver_preload(["tests.distributed.preload"])
 
 
 def run_distributed(function: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 1500) -> None:

@@ -19,6 +19,8 @@ from tests.slurm.cluster import LocalCluster, send, wait_until
 
 STEPS, INTERVAL = 120, 10
 MIDDLE = 25  # a step between two checkpoints
+# Between two looks at all processes of the machine: several scenarios look, and each look takes milliseconds.
+_LOOK_S = 0.25
 # What a run learned and reported, without its times.
 _NUMBERS = (
     "step",
@@ -130,8 +132,11 @@ class ClusterRun:
         self.wait_until(lambda: self.step() >= step, f"step {step}")
 
     def wait_for_ranks(self, count: int = 2) -> dict[int, int]:
-        self.wait_until(lambda: len(self.ranks()) == count, f"{count} ranks")
+        self.wait_until(lambda: len(self.ranks()) == count, f"{count} ranks", interval_s=_LOOK_S)
         return self.ranks()
+
+    def wait_for_no_ranks(self) -> None:
+        self.wait_until(lambda: not self.ranks(), "the end of the ranks", interval_s=_LOOK_S)
 
     def wait_for_attempt(self, number: int) -> None:
         self.wait_until(lambda: len(self.attempts()) >= number, f"attempt {number}")
@@ -183,7 +188,8 @@ class ClusterRun:
         processes = set(self.ranks().values())
         for process in processes:
             send(process, signal.SIGKILL)
-        self.wait_until(lambda: not processes & set(self.ranks().values()), "the end of the ranks")
+        ended = "the end of the ranks"
+        self.wait_until(lambda: not processes & set(self.ranks().values()), ended, interval_s=_LOOK_S)
 
     def wait_until(self, condition: Callable[[], object], what: str, interval_s: float = 0.05) -> None:
         """Returns once ``condition()`` is true; an error shows what the run's jobs and ranks said."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.fixtures.pages import blocks, execute
 from tests.slurm import kills
-from tests.slurm.cluster import send, wait_until
+from tests.slurm.cluster import send
 from tests.slurm.run import INTERVAL, MIDDLE, STEPS, ClusterRun, MakeRun
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def cancelled(make_run: MakeRun) -> ClusterRun:
     run.wait_for_step(MIDDLE)
     run.cluster.run("scancel", run.job)
     run.wait_for_end()
-    run.wait_until(lambda: not run.ranks(), "the end of the ranks")
+    run.wait_for_no_ranks()
     return run
 
 
@@ -170,7 +170,7 @@ def crash_loop(make_run: MakeRun) -> ClusterRun:
     for attempt in (1, 2):
         run.wait_for_attempt(attempt)
         run.kill(1)
-        wait_until(lambda: not run.ranks(), "the end of the step")
+        run.wait_for_no_ranks()
     run.wait_for_end()
     return run
 
@@ -202,7 +202,7 @@ def lost_node(make_run: MakeRun) -> tuple[ClusterRun, str, int]:
     run.wait_for_step(MIDDLE)
     lost = run.cluster.run("scontrol", "show", "hostnames", run.cluster.job_fields(run.job)["NodeList"]).split()[-1]
     run.cluster.lose_node(lost)
-    wait_until(lambda: not run.ranks(), "the end of the ranks")
+    run.wait_for_no_ranks()
     checkpoint = run.checkpoints()[-1]
     run.wait_for_file("DONE")
     return run, lost, checkpoint

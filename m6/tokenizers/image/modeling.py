@@ -10,7 +10,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from vector_quantize_pytorch import VectorQuantize
 
 from m6.architecture.image_tokenizer import ImageTokenizerConfig
 from m6.errors import UserError
@@ -37,6 +36,8 @@ class M6ImageTokenizer(ImageTokenizer):
     weights_file = "model.safetensors"
 
     def __init__(self, config: ImageTokenizerConfig) -> None:
+        from vector_quantize_pytorch import VectorQuantize
+
         super().__init__()
         self.config = config
         self.image_size, self.codes_per_place = config.image_size, config.num_codebooks

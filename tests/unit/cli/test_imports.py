@@ -23,3 +23,12 @@ def test_collection_is_as_before_even_after_an_error(collects: bool):
         assert gc.isenabled() == collects
     finally:
         gc.enable()
+
+
+def test_what_was_imported_is_left_out_of_collections():
+    gc.unfreeze()
+    imported: list[object] = []
+    with quick_imports():
+        imported.append([])
+    assert gc.get_freeze_count() > 0
+    assert not any(each is imported[0] for each in gc.get_objects())
