@@ -1,1 +1,1 @@
-"""The corpus pipeline: many inputs are cleaned, filtered, deduplicated and decontaminated by many tasks."""
+"""The corpus pipeline: tasks clean, filter, deduplicate and decontaminate many inputs in parallel."""

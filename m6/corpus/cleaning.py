@@ -1,6 +1,6 @@
-"""First stage: the documents of a part are read, checked, cleaned and filtered, and get signatures.
+"""First stage: reads, checks, cleans and filters the documents of a part, and writes their signatures.
 
-Texts are normalised. Pictures are decoded, shrunken and filtered with their captions, and get keys.
+Texts are normalised. Images are decoded, shrunk and filtered together with their captions, and get keys.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from m6.data.sources.pictures import BadPicture, Decoded, decode, on_white, squa
 
 
 def clean_part(work: Work, part: int) -> Tally:
-    """Writes the documents of a part that pass, and their signatures; returns what was removed and changed."""
+    """Writes the documents of a part after filtering, and their signatures. Returns counts of removals and changes."""
     recipe, planned = work.recipe, work.plan.parts[part]
     filters = recipe.input(planned.input).filters or recipe.filters
     tally = Tally()
@@ -57,7 +57,7 @@ def clean_part(work: Work, part: int) -> Tally:
 
 
 def _clean_text(row: Row, recipe: CorpusRecipe, filters: FilterSettings, tally: Tally) -> Row | None:
-    """Returns a document in its stored form, or None if it was removed."""
+    """Returns a document in its stored form, or None if a rule removed it."""
     tally.documents += 1
     row, problem = check_row(row, "text", max_chars=recipe.document_chars)
     if problem is not None:
@@ -75,14 +75,14 @@ def _clean_text(row: Row, recipe: CorpusRecipe, filters: FilterSettings, tally: 
     if problem := problem_of(text, filters):
         tally.remove("filter", problem, row.id, text)
         return None
-    # Boilerplate lines may have been all that made two documents differ.
+    # The group is computed from the cleaned text: two documents may have differed in boilerplate lines only.
     return replace(row, text=text, group=row.group or group_of_text(text))
 
 
 def clean_pictures(work: Work, part: int) -> Tally:
-    """Writes the pictures of a part that pass, and their keys; returns what was removed and changed.
+    """Writes the images of a part after filtering, and their keys. Returns counts of removals and changes.
 
-    Of the part of a named set, all pictures that can be decoded pass, with or without a caption.
+    A part of a named set is not filtered: it keeps every decodable image, with or without a caption.
     """
     recipe, planned = work.recipe, work.plan.parts[part]
     is_named = planned.input in work.plan.sets
@@ -108,7 +108,7 @@ def clean_pictures(work: Work, part: int) -> Tally:
 def _clean_picture(
     row: Row, recipe: CorpusRecipe, filters: PictureFilterSettings | None, tally: Tally
 ) -> tuple[Row, Decoded] | None:
-    """Returns a row with its caption in its stored form and its picture, or None if it was removed."""
+    """Returns a row with its caption in the stored form and its decoded image, or None if a rule removed it."""
     tally.documents += 1
     count_unread(tally.unread, row.unread)
     row, problem = check_row(row, "text", max_chars=recipe.document_chars)
@@ -138,7 +138,7 @@ def _clean_picture(
 
 
 def _digest_of_pixels(picture: Image.Image) -> int:
-    """The first 64 bits of the SHA-256 of a picture's size and pixels."""
+    """The first 64 bits of the SHA-256 of an image's size and pixels."""
     contents = hashlib.sha256(f"{picture.width}x{picture.height}".encode())
     contents.update(picture.tobytes())
     return int.from_bytes(contents.digest()[:8], "little")

@@ -1,4 +1,4 @@
-"""The documents of one part between the stages: a Parquet file that is written atomically."""
+"""The documents of one part between the stages: a Parquet file, written atomically."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _HELD_OUT: dict[Split | None, int] = {"test": 1, "validation": 2, "train": 3, No
 
 @dataclass(frozen=True)
 class Ranking:
-    """What decides which of several copies is kept: arrays of one entry per document.
+    """Data for choosing the kept document among copies: arrays of one entry per document.
 
     Attributes:
-        key: digest of the compared form of a text or of the pixels of a picture: equal ones have equal keys; uint64.
-        held_out: 0 for a picture of a named set, 1 for the test split of its source, 2 for validation, 3 for others;
+        key: digest of a text's compared form or of an image's pixels. Equal documents have equal keys; uint64.
+        held_out: 0 for an image of a named set, 1 for the test split of its source, 2 for validation, 3 for others;
             uint8.
-        size: characters of a text, or pixels of a picture file; uint32.
-        order: digest of text and id, which breaks ties; uint64.
+        size: characters of a text, or pixels of an image file; uint32.
+        order: digest of text and id, to break ties; uint64.
         caption: digest of the compared form of a caption; 0 for a text; uint64.
     """
 
@@ -59,7 +59,7 @@ class Ranking:
 
 
 class DocumentWriter:
-    """Writes the documents of a part; the file has its name when the context ends without an exception."""
+    """Writes the documents of a part. The file gets its final name if the context ends without an exception."""
 
     def __init__(self, file: Path) -> None:
         self._atomic = atomic_path(file)
@@ -84,7 +84,7 @@ class DocumentWriter:
         Args:
             row: the document.
             key, order, size, caption: as in ``Ranking``.
-            is_named: whether it is a picture of a named set.
+            is_named: whether it is an image of a named set.
         """
         values: dict[str, object] = {name: getattr(row, name) for name in _COLUMNS}
         held_out = _NAMED if is_named else _HELD_OUT[row.split]
@@ -108,14 +108,14 @@ def read_documents(file: Path) -> Iterator[Row]:
 
 
 def read_ranking(file: Path) -> Ranking:
-    """Reads what decides which documents of a part are kept, without their texts."""
+    """Reads the ranking of the documents of a part, without their texts."""
     names = [field.name for field in fields(Ranking)]
     table = pq.read_table(file, columns=names)
     return Ranking(**{name: table[name].to_numpy() for name in names})
 
 
 def read_document(file: Path, number: int) -> Row:
-    """Reads one document of a part by its number."""
+    """Reads one document of a part by its number; IndexError if there is none."""
     with pq.ParquetFile(file) as table:
         for group in range(table.num_row_groups):
             rows = table.metadata.row_group(group).num_rows

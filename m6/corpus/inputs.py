@@ -1,6 +1,6 @@
-"""The files of a corpus's inputs as they were at its beginning: checksums, and copies from other machines.
+"""Input files of a corpus: checksums taken when it was planned, and copies from other machines.
 
-fsspec lists and copies inputs of object stores, web servers and the Hub.
+fsspec lists and copies inputs in object stores, on web servers and on the Hub.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from m6 import files
 from m6.data.manifest import Split
 from m6.errors import UserError, nearest
 
-_AT_ONCE = 8  # files that are read for their checksums
+_AT_ONCE = 8  # files hashed in parallel
 
 
 class InputFile(BaseModel):
-    """A file that is read.
+    """An input file.
 
     Attributes:
-        path: of a file here, or a URL.
-        modified_ns: a file here of this size and time is taken for unchanged.
-        sha256: of the contents; of a URL, of what its store says of it.
-        name: of a URL, below the input's folder; None for a file here.
-        split: that it, or its folder at the top, is named after.
+        path: path of a local file, or a URL.
+        modified_ns: modification time. A local file with the same size and time counts as unchanged.
+        sha256: hash of the contents; for a URL, of the metadata in its store.
+        name: path of a remote file relative to the input's folder; None for a local file.
+        split: the split in the name of the file or of its top folder, if any.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -46,11 +46,11 @@ class InputFile(BaseModel):
     split: Split | None = None
 
     def check_unchanged(self) -> None:
-        """Checks that a file here is the one of the plan; those of URLs are checked when they are copied.
+        """Checks a local file against the plan. Remote files are checked when they are copied.
 
         Raises:
-            UserError: it is gone, or has another size or time.
-            StorageError: the file system does not tell.
+            UserError: the file is gone, or has another size or time.
+            StorageError: the file system does not answer.
         """
         if self.name is not None:
             return
@@ -63,12 +63,12 @@ class InputFile(BaseModel):
 
 
 class Checksums:
-    """Makes the entries of files here, several at a time. A file of the same size and time as before is not read again.
+    """Makes entries of local files in parallel. A file with unchanged size and time is not read again.
 
     Args:
-        known: entries of before.
-        record: a JSON Lines file that each new entry is appended to, and whose entries are known: those of a launch
-            that was interrupted. None: there is none.
+        known: entries of an earlier plan.
+        record: a JSON Lines file. Each new entry is appended to it, so an interrupted launch need not hash its files
+            again. None: no record.
     """
 
     def __init__(self, known: Iterable[InputFile] = (), record: Path | None = None) -> None:
@@ -76,12 +76,12 @@ class Checksums:
         lines = record.read_bytes().splitlines() if record is not None and record.exists() else []
         self._known = {file.path: file for file in known}
         for line in lines:
-            with contextlib.suppress(ValidationError):  # a crash cut a line off: its file is read again
+            with contextlib.suppress(ValidationError):  # a crash may cut off a line: its file is read again
                 file = InputFile.model_validate_json(line)
                 self._known[file.path] = file
 
     def entries(self, paths: list[Path]) -> list[InputFile]:
-        """Returns the entries of files in their order."""
+        """Returns the entries of files, in the order of the paths."""
         with ThreadPoolExecutor(_AT_ONCE) as threads:
             return list(threads.map(self._entry, paths))
 
@@ -105,21 +105,21 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 
 
 T = TypeVar("T")
-_PAUSES_S = (1.0, 5.0, 25.0)  # before a file is tried again
-# What stores call them: S3, web servers, Google, Azure, WebDAV, the Hub; and files of machines.
+_PAUSES_S = (1.0, 5.0, 25.0)  # before each retry
+# Keys of tags and times in the metadata of S3, web servers, Google, Azure, WebDAV, the Hub and file servers.
 _TAGS = ("ETag", "etag", "blob_id")
 _TIMES = ("LastModified", "Last-Modified", "last_modified", "modified", "mtime", "modify", "created")
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a store.
+    """A file in a remote store.
 
     Attributes:
-        url: with the protocol.
-        name: below the folder that was listed.
-        bytes: size; 0 where the store does not say it.
-        key: SHA-256 of its size and its tag or time; "" for a file that is not read.
+        url: full address, with the protocol.
+        name: path relative to the listed folder.
+        bytes: size; 0 if the store does not report it.
+        key: SHA-256 of its size and its tag or time; "" for an unread file.
     """
 
     url: str
@@ -129,7 +129,7 @@ class RemoteFile:
 
     @property
     def problem(self) -> str | None:
-        """Why the file is not copied: a key of an object store may climb out of a folder."""
+        """Why the file is not copied, or None. A key of an object store may contain ".." and leave the folder."""
         return "file name climbs out of its folder" if ".." in self.name.parts or self.name.is_absolute() else None
 
 
@@ -139,14 +139,14 @@ def is_remote(source: str) -> bool:
 
 
 def list_remote(source: str, is_read: Callable[[PurePosixPath], bool]) -> list[RemoteFile]:
-    """All files of a URL, in the order of their names; a URL that does not end with a slash may be that of one file.
+    """Lists all files of a URL in the order of their names. Without a trailing slash the URL may be of one file.
 
     Args:
         source: the URL.
-        is_read: whether a file with this name is read. A store whose listings have no tags is asked for each.
+        is_read: whether a file with this name is read. If a listing has no tags, each such file is looked up by itself.
 
     Raises:
-        UserError: the protocol is not known or not installed, or the store cannot be read.
+        UserError: the protocol is unknown or not installed, or the store cannot be read.
     """
     store, root = _open(source)
     try:
@@ -178,7 +178,7 @@ def fetch(url: str, key: str, target: Path) -> None:
     """Copies a file to ``target``.
 
     Raises:
-        UserError: the file cannot be read, also after pauses, or is no longer the one with this key.
+        UserError: the file cannot be read, even after retries, or its key has changed.
     """
     store, path = _open(url)
 
@@ -200,7 +200,7 @@ def fetch(url: str, key: str, target: Path) -> None:
 
 
 def _persistently(action: Callable[[], T]) -> T:
-    """Tries again, after pauses, what failed: connections break, and servers are busy. What is missing stays so."""
+    """Retries an action after pauses, since connections break and servers are busy. A missing file is not retried."""
     for pause in _PAUSES_S:
         try:
             return action()
@@ -219,27 +219,27 @@ def _is_missing(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """For a web server fsspec says "not found" whatever happens, and the cause is what happened."""
+    """The reason of a failure. fsspec reports every failure of a web server as "not found"; the cause tells more."""
     told = error.__cause__ or error
     return f"{type(told).__name__}: {told}"
 
 
 def _looked_at(store: Any, path: str) -> dict[str, Any]:
-    """What the store says of a file now, and not what a listing said of it before."""
+    """The current metadata of a file, not the cached metadata of a listing."""
     store.invalidate_cache(path)
     info: dict[str, Any] = store.info(path)
     return info
 
 
 def _key(info: dict[str, Any]) -> str:
-    """Not fsspec's ``ukey``: some stores say more of a file in a listing than alone, or make it of the URL only."""
-    # A tag goes before the time, which is rounded in other ways in a listing.
+    """A key of a file's version. fsspec's ``ukey`` may differ between a listing and a lookup, or hash the URL only."""
+    # A tag is preferred: a listing may round the time differently.
     said = _said(info, _TAGS) or _said(info, _TIMES)
     return hashlib.sha256(f"{info.get('size')} {said}".encode()).hexdigest()
 
 
 def _said(info: dict[str, Any], names: tuple[str, ...]) -> str:
-    """The first of these that a store says, or nothing; some stores have tags in quotes in one place only."""
+    """The first of these values in the metadata, or "". Some stores quote tags only in listings or only in lookups."""
     return next((str(info[name]).strip('"') for name in names if info.get(name)), "")
 
 
@@ -257,18 +257,18 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _options(protocol: str) -> dict[str, Any]:
-    """For a web server: a copy may take as long as bytes arrive. aiohttp would end it after five minutes."""
+    """For a web server: no limit on the total time of a copy. By default aiohttp stops it after five minutes."""
     if protocol not in ("http", "https"):
         return {}
     from aiohttp import ClientTimeout
 
     timeout = ClientTimeout(total=None, sock_connect=30, sock_read=60)
-    # The user's own, such as headers, would otherwise be replaced.
+    # Merged, since these arguments would otherwise replace the user's own, such as headers.
     return {"client_kwargs": {"timeout": timeout} | fsspec.config.conf.get(protocol, {}).get("client_kwargs", {})}
 
 
 def _below(store: Any, folder: str) -> Iterator[dict[str, Any]]:
-    """All files below a folder. The store's own ``find`` leaves out what cannot be listed at a bad moment."""
+    """All files below a folder. The store's own ``find`` silently skips folders after a failed listing."""
     for info in store.ls(folder, detail=True):
         path = info["name"].rstrip("/")
         if info["type"] != "directory":
@@ -278,7 +278,7 @@ def _below(store: Any, folder: str) -> Iterator[dict[str, Any]]:
 
 
 def _name(path: str, root: str) -> PurePosixPath:
-    """The name below the root; for a root that is a file, its last part."""
+    """The path relative to the root; if the root is the file itself, its last part."""
     if path == root:
         return PurePosixPath(path.rsplit("/", 1)[-1])
     return PurePosixPath(path.removeprefix(root.rstrip("/")).lstrip("/"))

@@ -1,7 +1,7 @@
-"""Makes a corpus from its recipe: plans, runs or submits all stages, and removes what is no longer needed.
+"""Makes a corpus from its recipe: plans it, runs or submits all stages, and removes temporary files.
 
-Stages run in processes of this machine, or as jobs. datatrove's local executor is not used: it waits for ever for a
-process that was killed, such as for its memory.
+Stages run in local processes or as Slurm jobs. datatrove's local executor is not used: if one of its processes is
+killed, for example for its memory, it waits forever.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from m6.lock import FolderLock
 
 
 def run_locally(work: Work, num_tasks: int) -> None:
-    """Runs all stages that are not complete; a single task runs in this process.
+    """Runs all incomplete stages. A single task runs in this process.
 
     Args:
         work: the corpus.
-        num_tasks: processes.
+        num_tasks: number of processes.
 
     Raises:
-        UserError: a unit failed because of a user's mistake, or a process died.
+        UserError: a unit failed by a user's mistake, or a process died.
     """
     if num_tasks == 1:
         for stage in unfinished(work):
@@ -59,7 +59,7 @@ def run_locally(work: Work, num_tasks: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the one that started it dies: two would otherwise write the same files."""
+    """Ends this process when its parent dies. Otherwise it and a new launch would write the same files."""
 
     def watch() -> None:
         parent = multiprocessing.parent_process()
@@ -76,12 +76,12 @@ _CHECKSUMS_NAME = "checksums.jsonl"
 
 @dataclass(frozen=True)
 class Launched:
-    """What a launch did.
+    """The result of a launch.
 
     Attributes:
         out: the data folder.
-        was_built: whether it was there already.
-        jobs: submitted jobs by stage; empty: the data folder is finished.
+        was_built: whether the data folder was already built.
+        jobs: ids of submitted jobs by stage; empty if the data folder is finished.
     """
 
     out: Path
@@ -92,20 +92,19 @@ class Launched:
 def make_corpus(
     recipe: CorpusRecipe, executor: Executor, num_tasks: int, open_scorer: OpenScorer | None = None
 ) -> Launched:
-    """Makes a corpus, or continues one that was interrupted.
+    """Makes a corpus, or continues an interrupted one.
 
-    The same recipe and inputs give the same bytes for any number of tasks and either executor.
+    The same recipe and inputs give the same bytes for any number of tasks and for both executors.
 
     Args:
         recipe: the recipe.
-        executor: processes of this machine, or arrays of Slurm jobs.
-        num_tasks: tasks of a stage.
-        open_scorer: opens the recipe's ``matching_model``; for a recipe that has one.
+        executor: local processes, or arrays of Slurm jobs.
+        num_tasks: most tasks of a stage.
+        open_scorer: opens the recipe's ``matching_model``; needed only if the recipe has one.
 
     Raises:
         UserError: an input or the model is missing, a named set would protect nothing, ``recipe.out`` or the work
-            folder belongs to something else, jobs of this corpus have not ended, or a stage failed because of a user's
-            mistake.
+            folder holds something else, jobs of this corpus have not ended, or a stage failed by a user's mistake.
     """
     require_datatrove()
     from m6.corpus.slurm import check_jobs_ended, submit
@@ -116,7 +115,7 @@ def make_corpus(
     with FolderLock(out.with_name(f"{out.name}.lock"), out):
         if not is_finished(folder):
             check_jobs_ended(folder)
-        for named in recipe.decontamination.sets:  # now, not after hours of work
+        for named in recipe.decontamination.sets:  # fails now, not after hours of work
             next(hashes_of_set(named, recipe.decontamination.ngram_chars, Tally()))
         known = load_plan(folder / PLAN_NAME).files if (folder / PLAN_NAME).exists() else []
         plan = make_plan(recipe, Checksums(known, folder / _CHECKSUMS_NAME))

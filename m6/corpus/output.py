@@ -1,4 +1,4 @@
-"""Last stages: what is kept is compared with the held-out texts, cut to passages, and written as a data folder."""
+"""Last stages: remove contaminated documents, cut the rest into passages, and write the data folder."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _Splits = TypeAdapter(dict[Split, SplitEntry])
 
 
 class CorpusRecord(BaseModel):
-    """``corpus.json`` of a data folder: what became of the documents of each input.
+    """``corpus.json`` of a data folder: counts of kept and removed documents.
 
     Attributes:
-        inputs: counts of each input.
-        sets: of each set of ``decontamination.sets``; "kept" are the texts that were compared.
+        inputs: counts by input.
+        sets: counts by set of ``decontamination.sets``; "kept" counts the compared texts.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -49,7 +49,7 @@ class CorpusRecord(BaseModel):
 
 
 def load_record(folder: Path) -> CorpusRecord:
-    """Reads the record of a data folder; UserError if it was not made by ``m6 data corpus``."""
+    """Reads the record of a data folder; UserError if ``m6 data corpus`` did not make the folder."""
     file = folder / RECORD_NAME
     if not file.is_file():
         raise UserError(f'{file} does not exist: {folder} was not made by "m6 data corpus"')
@@ -60,10 +60,12 @@ def load_record(folder: Path) -> CorpusRecord:
 
 
 def index_held_out(work: Work, unit: int) -> Tally:
-    """Writes the n-grams of the held-out documents of a part, or of a named set: their units follow the parts.
+    """Writes the n-grams of the held-out documents of a part, or of a named set.
+
+    The units of the parts come first, then those of the named sets.
 
     Returns:
-        The counts of a set.
+        The counts of a named set; for a part, empty counts.
 
     Raises:
         UserError: a file of the set has changed since the plan, or no text can be compared.
@@ -91,7 +93,7 @@ def join_index(work: Work) -> Tally:
 
 
 def write_part(work: Work, part: int) -> Tally:
-    """Writes the shards of a part; returns what was removed, and what was written."""
+    """Writes the shards of a part. Returns counts of removed and written documents."""
     recipe, name = work.recipe, work.plan.parts[part].input
     if name in work.plan.sets:
         return Tally()
@@ -124,15 +126,15 @@ def finish(work: Work) -> Tally:
 
     Raises:
         UserError: a shard is missing or has another size.
-        StorageError: the file system does not tell.
-        OSError: there is something else under the name.
+        StorageError: the file system does not answer.
+        OSError: the name is taken.
     """
     data, entries, tallies = _data(work), {}, {}
     for name in work.plan.inputs:
         parts = [number for number, part in enumerate(work.plan.parts) if part.input == name]
         tallies[name] = _joined_tally(work, parts)
         entries[name] = _describe(work, name, parts, tallies[name])
-    # Their checksums were made of the written files, and are compared where the folder is read.
+    # Sizes are enough here: checksums were computed from the written files and are compared when the folder is read.
     for entry in entries.values():
         for split in entry.splits.values():
             check_sizes(data, split.shards)
@@ -152,7 +154,7 @@ def is_built(out: Path, plan: Plan) -> bool:
     """Whether ``out`` is the finished corpus of this plan.
 
     Raises:
-        UserError: it holds something else.
+        UserError: ``out`` holds something else.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
@@ -166,7 +168,7 @@ def is_built(out: Path, plan: Plan) -> bool:
 
 
 def _rows(row: Row, passage_chars: int) -> Iterator[Row]:
-    """The rows of the data folder that a document becomes: a picture with its caption, or passages."""
+    """Yields a document's rows of the data folder: an image with its caption, or passages."""
     if row.image is not None:
         yield row
         return
@@ -183,7 +185,7 @@ def _count_kept(tally: Tally, row: Row) -> None:
 
 
 def _kept(work: Work, part: int, tally: Tally) -> Iterator[tuple[Row, Split]]:
-    """Yields the kept documents of a part with their split; copies are counted as removed."""
+    """Yields the kept documents of a part with their splits, and counts the others as removed."""
     planned = work.plan.inputs[work.plan.parts[part].input]
     recipe = work.recipe
     rules = SplitRules(recipe.validation_share, recipe.test_share, frozenset(planned.own_splits))
@@ -200,7 +202,7 @@ def _kept(work: Work, part: int, tally: Tally) -> Iterator[tuple[Row, Split]]:
 
 
 def _contaminated(row: Row, indexes: dict[str, NDArray[np.uint64]], ngram_chars: int) -> str | None:
-    if row.image is not None:  # pictures of held-out sets are copies: they were removed as such
+    if row.image is not None:  # copies of held-out images were removed with the other copies
         return None
     hashes = ngram_hashes(row.text, ngram_chars)
     return next((name for name, index in indexes.items() if shares_ngram(hashes, index)), None)
@@ -242,7 +244,7 @@ def _describe(work: Work, name: str, parts: list[int], tally: Tally) -> SourceEn
 
 
 def _state(work: Work, part: int, split: Split) -> dict[str, NDArray[Any]]:
-    """What a part wrote to a split, for ``Contents``."""
+    """The keys and signatures of a part's rows in a split, for ``Contents``."""
     with np.load(_keys(work, part)) as keys:
         return {name: keys[f"{split}_{name}"] for name in ("keys", "signatures")}
 

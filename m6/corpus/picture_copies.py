@@ -1,17 +1,17 @@
-"""Near duplicates among the pictures of all parts, by files alone.
+"""Near duplicates among the images of all parts. Tasks exchange only files.
 
-Each part writes thumbnails and sorted keys. A bucket is a range of keys: a task reads that range of all parts, joins
-equal prefixes, and compares the thumbnails of the pairs.
+Each part writes thumbnails and sorted keys. A bucket is a range of keys. A task reads this range of all parts, joins
+equal prefixes, and compares the thumbnails of the resulting pairs.
 
-Copies meet by their keys: resized, compressed again, or cropped by up to a tenth of each side. A key holds the signs of
-63 low frequencies (DCT) of the grey picture, as perceptual hashes do. A crop changes most of them. So a picture gets a
-key for each of 100 windows that a copy may show of it, and as a copy it gets the key of its whole with the uncertain
-signs in both states: 56 keys. A picture and a copy of it share the first 32 signs of one key of each kind, and most
-others. All sums are of whole numbers, so keys are equal on every processor.
+A copy may be resized, compressed again, or cropped by up to a tenth of each side. A key holds the signs of 63 low
+frequencies (DCT) of the grey image, as in perceptual hashes. A crop changes most signs. So an image gets 100 window
+keys, one for each of 100 crops. It also gets 56 whole keys, used when it is itself the copy: the key of the whole image
+with its uncertain signs in both states. One whole key of a copy and one window key of the original agree in the first
+32 signs and in most others. All sums are sums of whole numbers, so keys are equal on every processor.
 
-The comparison lays a photograph over the window that its key names, moves it until it fits best (Lucas and Kanade
-1981), and compares up to brightness and contrast. A drawing of few colours would fit too many others that way: a circle
-fits any circle. It is compared as it is, without moving and with its brightness.
+The comparison lays a photograph over the window of the matching key, moves it to the best fit (Lucas and Kanade 1981),
+and compares up to brightness and contrast. A drawing of few colours would fit too many others this way: a circle fits
+any circle. Drawings are compared without alignment, and with their brightness.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from m6.files import atomic_path
 SIDE = 32  # of a thumbnail
 _STEPS = 4
 _MAX_STEP = 0.03  # of the side
-_BEYOND = 0.01  # a window may end so far outside of the picture, for rounding
+_BEYOND = 0.01  # a window may end this far outside the image, for rounding
 _FEW_COLOURS = 72  # of 32,768; 2,500 icons, shapes and easy-VQA drawings have up to 69, 95 % of 349 photographs more
-# Of 349 photographs and their copies: the rest of a copy that was cropped by a tenth, halved and stored at quality 30
-# is up to 0.17 of the contrast, 0.10 in 95 %; pictures of different things begin at 0.21.
+# Measured on 349 photographs, each cropped by a tenth, halved and stored at quality 30: the residual is up to 0.17 of
+# the contrast, and up to 0.10 in 95 %. Photographs of different things have at least 0.21.
 _MAX_REST = 0.15
-_MAX_DIFFERENCE = 40  # levels of 255 at one place: up to 37 in 98 % of these copies; a face with another mouth has more
+_MAX_DIFFERENCE = 40  # levels of 255 at one pixel: up to 37 in 98 % of these copies; a face with another mouth has more
 _GAINS = (0.5, 2.0)
-_MAX_DRAWING_DIFFERENCE = 12  # levels; up to 10 in 95 % of photographs on white that were stored again
+_MAX_DRAWING_DIFFERENCE = 12  # levels; up to 10 in 95 % of re-encoded photographs on white
 
 
 def thumbnail(picture: Image.Image) -> NDArray[np.uint8]:
-    """Returns an RGB picture without padding at 32 x 32 pixels, proportions not kept: uint8 [32, 32, 3]."""
+    """Resizes an RGB image, given without padding, to 32 x 32 pixels; proportions are not kept: uint8 [32, 32, 3]."""
     return np.asarray(picture.resize((SIDE, SIDE), Image.Resampling.BILINEAR))
 
 
 def shows(wholes: NDArray[np.uint8], pictures: NDArray[np.uint8], windows: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Decides for each of N pairs whether the first picture shows what is in a window of the second.
+    """Decides for each of N pairs whether the first image is a copy of a window of the second.
 
     Args:
         wholes: thumbnails of the possible copies, uint8 [N, 32, 32, 3].
-        pictures: thumbnails of what they may show, uint8 [N, 32, 32, 3].
-        windows: left, right, top and bottom of the windows as shares of the sides, [N, 4]; within 0.03.
+        pictures: thumbnails of the possible originals, uint8 [N, 32, 32, 3].
+        windows: left, right, top and bottom of the windows as shares of the sides, accurate to 0.03, [N, 4].
 
     Returns:
         bool [N].
@@ -88,7 +88,7 @@ def _is_same_photograph(
 def _aligned(
     originals: NDArray[np.float64], copies: NDArray[np.float64], windows: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Moves the edges of the windows until they show the copies best; grey [N, 32, 32] each, and windows [N, 4]."""
+    """Moves the edges of the windows [N, 4] to the best fit of originals to copies (grey, [N, 32, 32] each)."""
     share = (np.arange(SIDE) + 0.5) / SIDE
     edges = windows.copy()
     for _ in range(_STEPS):
@@ -97,12 +97,12 @@ def _aligned(
         down, across = np.gradient(shown, axis=(1, 2))
         across *= (gain * SIDE / (edges[:, 1] - edges[:, 0]))[:, None, None]
         down *= (gain * SIDE / (edges[:, 3] - edges[:, 2]))[:, None, None]
-        # How the brightness of each point changes with each edge, and with contrast and brightness of the whole.
+        # Derivatives of each pixel's brightness with respect to the four edges, the contrast and the mean brightness.
         moves = (across * (1 - share), across * share, down * (1 - share)[:, None], down * share[:, None])
         effects = np.stack([*moves, shown, np.ones_like(shown)], axis=-1).reshape(-1, SIDE * SIDE, 6)
         transposed = effects.transpose(0, 2, 1)
         normal = transposed @ effects
-        # Keeps the solution finite where a picture says nothing about an edge.
+        # Keeps the solution finite where an image does not determine an edge.
         slight = 1e-3 * (1 + np.trace(normal[:, :4, :4], axis1=1, axis2=2) / 4)
         normal += slight[:, None, None] * np.diag([1, 1, 1, 1, 0, 0]) + 1e-3 * np.eye(6)
         step = np.linalg.solve(normal, transposed @ rest.reshape(-1, SIDE * SIDE, 1))[:, :4, 0]
@@ -111,7 +111,7 @@ def _aligned(
 
 
 def _resampled(pictures: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What windows [N, 4] of pictures [N, 32, 32, C] show, interpolated linearly to 32 x 32 pixels."""
+    """Crops windows [N, 4] out of images [N, 32, 32, C], interpolated linearly to 32 x 32 pixels."""
     across, down = _weights(edges[:, 0], edges[:, 1]), _weights(edges[:, 2], edges[:, 3])
     channels = pictures.transpose(3, 0, 1, 2)
     shown: NDArray[np.float64] = (down @ channels @ across.transpose(0, 2, 1)).transpose(1, 2, 3, 0)
@@ -119,14 +119,14 @@ def _resampled(pictures: NDArray[np.float64], edges: NDArray[np.float64]) -> NDA
 
 
 def _weights(begin: NDArray[np.float64], end: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What each pixel of one axis contributes to each of 32 points between two edges: [N, 32, 32]."""
+    """Weights of linear interpolation along one axis, from pixels to 32 points between two edges: [N, 32, 32]."""
     places = begin[:, None] + (end - begin)[:, None] * (np.arange(SIDE) + 0.5) / SIDE
     places = np.clip(places * SIDE - 0.5, 0, SIDE - 1)
     return np.maximum(0, 1 - np.abs(places[:, :, None] - np.arange(SIDE)))
 
 
 def _rest(shown: NDArray[np.float64], copies: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Fits contrast and brightness of all channels together: the gain [N], and what it leaves [N, 32, 32, C]."""
+    """Fits contrast and brightness of all channels together: the gain [N], and the residual [N, 32, 32, C]."""
     places = (1, 2, 3)
     centred = shown - shown.mean(axis=places, keepdims=True)
     wanted = copies - copies.mean(axis=places, keepdims=True)
@@ -135,7 +135,7 @@ def _rest(shown: NDArray[np.float64], copies: NDArray[np.float64]) -> tuple[NDAr
 
 
 def _smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Weighs each pixel with its neighbours, 1 to 2 to 1 on both axes: resizing makes edges differ. [N, 32, 32, C]."""
+    """Blurs [N, 32, 32, C] with weights 1, 2, 1 on both axes, because resizing makes edges differ."""
     padded = np.pad(values, ((0, 0), (1, 1), (1, 1), (0, 0)), "edge")
     padded = (padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]) / 4
     smooth: NDArray[np.float64] = (padded[:, :, :-2] + 2 * padded[:, :, 1:-1] + padded[:, :, 2:]) / 4
@@ -143,7 +143,7 @@ def _smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def has_few_colours(thumbnails: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Whether thumbnails [N, 32, 32, 3] are of drawings of few colours, with 32 levels of each channel: [N]."""
+    """Whether thumbnails [N, 32, 32, 3] have few colours, at 32 levels per channel, as drawings do: [N]."""
     codes = (thumbnails // 8).astype(np.int32).reshape(-1, SIDE * SIDE, 3) @ np.array([1024, 32, 1], np.int32)
     codes.sort(axis=1)
     few: NDArray[np.bool_] = (np.diff(codes, axis=1) != 0).sum(axis=1) + 1 < _FEW_COLOURS
@@ -153,20 +153,20 @@ def has_few_colours(thumbnails: NDArray[np.uint8]) -> NDArray[np.bool_]:
 PREFIX_BITS = 32
 CHECK_BITS = 31
 MAX_CROP = 0.1  # of a side
-_KEY_STEPS = 3  # edges of windows are at 0, 1/3, 2/3 and 3/3 of MAX_CROP
-_SIDE = 64  # pixels of the picture that is transformed
+_KEY_STEPS = 3  # edges of windows lie at 0, 1/3, 2/3 and 3/3 of MAX_CROP
+_SIDE = 64  # pixels of a side of the transformed image
 _FREQUENCIES = 8  # of each axis
-_FINE = 256  # points of a window at which its picture is interpolated
-_SCALE = 1 << 12  # the transform is rounded to multiples of 1 / 4096, and the sums stay below 2^53
-_UNCERTAIN, _FLIPS = 10, 2  # of the weakest signs of the prefix, at most so many are flipped at once
+_FINE = 256  # interpolation points of a window along one axis
+_SCALE = 1 << 12  # the transform is rounded to multiples of 1 / 4096; sums stay below 2^53, so they are exact
+_UNCERTAIN, _FLIPS = 10, 2  # number of weakest signs in the prefix, and how many of them are flipped at once
 
 
 class Keys(NamedTuple):
-    """Keys of one picture. The first 32 of 63 bits must be equal in a copy.
+    """Keys of one image. The first 32 of 63 bits must be equal in a copy.
 
     Attributes:
-        windows: key of each of ``windows()``; uint64 [100].
-        wholes: keys of the picture as a copy; uint64 [56].
+        windows: one key for each of ``windows()``; uint64 [100].
+        wholes: keys for the image as a possible copy; uint64 [56].
     """
 
     windows: NDArray[np.uint64]
@@ -174,7 +174,7 @@ class Keys(NamedTuple):
 
 
 def keys_of(picture: Image.Image) -> Keys:
-    """Returns the keys of an RGB picture without padding."""
+    """Returns the keys of an RGB image without padding."""
     grey = picture.convert("L").resize((_SIDE, _SIDE), Image.Resampling.BILINEAR)
     transform = _transform()
     edges = len(transform) // _FREQUENCIES
@@ -184,7 +184,7 @@ def keys_of(picture: Image.Image) -> Keys:
     rows, columns = _order()
     values = frequencies.transpose(0, 2, 1, 3)[:, :, rows, columns].reshape(edges * edges, len(rows))
     windows = (values > 0) @ (np.uint64(1) << np.arange(len(rows) - 1, -1, -1, dtype=np.uint64))
-    # The first window is the whole picture.
+    # The first window is the whole image.
     weakest = np.argsort(np.abs(values[0, :PREFIX_BITS]), kind="stable")[:_UNCERTAIN]
     bits = np.uint64(1) << (len(rows) - 1 - weakest).astype(np.uint64)
     return Keys(windows, windows[0] ^ (_flips() @ bits))
@@ -196,7 +196,7 @@ def prefix(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def different_bits(first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.uint8]:
-    """Returns the number of bits after the prefix that differ."""
+    """Returns the number of different bits after the prefix."""
     return np.bitwise_count((first ^ second) & np.uint64((1 << CHECK_BITS) - 1))
 
 
@@ -207,14 +207,14 @@ def windows() -> NDArray[np.float64]:
 
 
 def _edges() -> list[tuple[float, float]]:
-    """Beginning and end of the windows on one axis, that of the whole picture first."""
+    """Beginning and end of the windows along one axis; the whole image comes first."""
     step = MAX_CROP / _KEY_STEPS
     return [(a * step, 1 - b * step) for a in range(_KEY_STEPS + 1) for b in range(_KEY_STEPS + 1 - a)]
 
 
 @functools.cache
 def _transform() -> NDArray[np.float64]:
-    """Interpolates each window of one axis and transforms it: whole numbers [10 x 8, 64]."""
+    """A matrix of whole numbers for interpolation and DCT of each window along one axis: [10 x 8, 64]."""
     points = (np.arange(_FINE) + 0.5) / _FINE
     cosines = np.cos(np.pi * np.arange(_FREQUENCIES)[:, None] * points)
     parts = []
@@ -236,7 +236,7 @@ def _order() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 @functools.cache
 def _flips() -> NDArray[np.uint64]:
-    """Which of the uncertain signs are flipped: [56, 10]."""
+    """All choices of flipped uncertain signs: 0 or 1, [56, 10]."""
     sets = [chosen for count in range(_FLIPS + 1) for chosen in itertools.combinations(range(_UNCERTAIN), count)]
     flips = np.zeros((len(sets), _UNCERTAIN), dtype=np.uint64)
     for row, chosen in enumerate(sets):
@@ -244,20 +244,20 @@ def _flips() -> NDArray[np.uint64]:
     return flips
 
 
-# A key with its picture's number in the part, and the number of its window.
+# A key, its image's number in the part, and the number of its window.
 _KEY = np.dtype([("key", "<u8"), ("row", "<u4"), ("window", "u1")])
 _PAIR = np.dtype([("copy", "<u4"), ("original", "<u4"), ("different", "u1"), ("window", "u1")])
-_MAX_DIFFERENT = 8  # of 31 bits after the prefix: of pairs that share a prefix by chance 0.5 % pass
-# Drawings share prefixes in masses. A picture is compared with the keys nearest in order, so the work is bounded.
+_MAX_DIFFERENT = 8  # of 31 bits after the prefix: 0.5 % of pairs with an equal prefix by chance pass
+# Many drawings share one prefix. An image is compared only with the nearest keys in sorted order, to bound the work.
 _NEIGHBOURS = 64
 _COMPARED = 512  # pairs at a time, about 100 MB
 _JOINED = 1 << 16  # keys at a time, about 50 MB
 
 
 class PictureWriter:
-    """Writes keys and thumbnails of the pictures of a part, when the context ends without an exception.
+    """Collects keys and thumbnails of a part's images, and writes them if the context ends without an exception.
 
-    It keeps 5 kB for each picture until then, and 9 kB while it sorts.
+    Memory: 5 kB for each image, 9 kB while sorting.
     """
 
     def __init__(self, folder: Path, part: int) -> None:
@@ -280,11 +280,11 @@ class PictureWriter:
             _save(_key_file(self._folder, role, self._part), joined[np.argsort(joined["key"], kind="stable")])
 
     def write(self, picture: Image.Image) -> None:
-        """Adds the next picture, RGB and without padding."""
+        """Adds the next image, RGB and without padding."""
         row = len(self._thumbnails)
         self._thumbnails.append(thumbnail(picture))
         windows_of, wholes = keys_of(picture)
-        # A drawing of few colours is compared as a whole, so other windows of it need not be found.
+        # A drawing of few colours is compared as a whole and needs no other windows.
         count = 1 if has_few_colours(self._thumbnails[-1][None])[0] else len(windows_of)
         for role, keys in (("windows", windows_of[:count]), ("wholes", wholes)):
             records = np.empty(len(keys), dtype=_KEY)
@@ -294,9 +294,9 @@ class PictureWriter:
 
 
 def write_picture_pairs(folder: Path, num_parts: int, bucket: int, num_buckets: int) -> None:
-    """Writes the pairs of near duplicates whose keys meet in a bucket: part and row of both, int64 [pairs, 4].
+    """Writes the near duplicates found in a bucket of keys: part and row of both images, int64 [pairs, 4].
 
-    Memory: for each picture of the corpus about 6 kB divided by the number of buckets.
+    Memory: about 6 kB / number of buckets for each image of the corpus.
     """
     pictures = _Pictures(folder, num_parts)
     window_keys = _read_keys(pictures, "windows", bucket, num_buckets)
@@ -314,14 +314,14 @@ def write_picture_pairs(folder: Path, num_parts: int, bucket: int, num_buckets: 
 
 
 def picture_pairs(folder: Path, num_buckets: int) -> NDArray[np.int64]:
-    """Returns the pairs of all buckets: part and row of both, [pairs, 4]."""
+    """Returns the pairs of all buckets: part and row of both images, int64 [pairs, 4]."""
     found = [np.load(_pair_file(folder, bucket)) for bucket in range(num_buckets)]
     pairs: NDArray[np.int64] = np.unique(np.concatenate(found), axis=0)
     return pairs
 
 
 class _Pictures:
-    """The pictures of all parts, numbered in order."""
+    """The images of all parts, numbered consecutively."""
 
     def __init__(self, folder: Path, num_parts: int) -> None:
         self.folder = folder
@@ -331,11 +331,11 @@ class _Pictures:
         self._offsets = np.cumsum([0, *counts])
 
     def numbers(self, index: int, rows: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """Returns the numbers of rows of ``parts[index]``."""
+        """Converts rows of ``parts[index]`` to image numbers."""
         return (rows + self._offsets[index]).astype(np.uint32)
 
     def places(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the parts and rows of pictures."""
+        """Converts image numbers to parts and rows."""
         index = np.searchsorted(self._offsets, numbers, side="right") - 1
         return np.array(self.parts, dtype=np.int64)[index], numbers - self._offsets[index]
 
@@ -350,7 +350,7 @@ class _Pictures:
 
 
 class _Keys(NamedTuple):
-    """Keys in order, of N windows or wholes: uint64 [N], the numbers of their pictures and windows."""
+    """Sorted keys of N windows or wholes, and the numbers of their images and windows: [N] each."""
 
     key: NDArray[np.uint64]
     picture: NDArray[np.uint32]
@@ -358,12 +358,12 @@ class _Keys(NamedTuple):
 
 
 def _read_keys(pictures: _Pictures, role: str, bucket: int, num_buckets: int) -> _Keys:
-    """The keys of a bucket, from bucket / num_buckets of their range on."""
+    """Reads the keys of a bucket: the range from bucket / num_buckets to (bucket + 1) / num_buckets."""
     first, last = ((number << (PREFIX_BITS + CHECK_BITS)) // num_buckets for number in (bucket, bucket + 1))
     found = [np.empty(0, dtype=_KEY)]
     for index, part in enumerate(pictures.parts):
         keys = _load(_key_file(pictures.folder, role, part))
-        # Of the mapped file only what is needed is read.
+        # The file is memory-mapped, so only the pages of this range are read.
         begin, end = bisect.bisect_left(keys["key"], first), bisect.bisect_left(keys["key"], last)
         found.append(np.array(keys[begin:end]))
         found[-1]["row"] = pictures.numbers(index, found[-1]["row"])
@@ -373,7 +373,7 @@ def _read_keys(pictures: _Pictures, role: str, bucket: int, num_buckets: int) ->
 
 
 def _meetings(wholes: _Keys, window_keys: _Keys) -> Iterator[NDArray[np.void]]:
-    """Yields pairs of different pictures of which a whole and a window have the same prefix."""
+    """Yields pairs of different images: a whole key of one and a window key of the other have equal prefixes."""
     prefixes = prefix(window_keys.key)
     for start in range(0, len(wholes.key), _JOINED):
         keys = wholes.key[start : start + _JOINED]
@@ -383,6 +383,7 @@ def _meetings(wholes: _Keys, window_keys: _Keys) -> Iterator[NDArray[np.void]]:
         begin = np.clip(nearest, low, np.maximum(high - _NEIGHBOURS, low))
         end = np.minimum(high, begin + _NEIGHBOURS)
         found = []
+        # One pair of each whole key per pass: at most _NEIGHBOURS passes, each vectorised over all keys.
         for offset in range(int((end - begin).max(initial=0))):
             whole = np.flatnonzero(begin + offset < end)
             window = begin[whole] + offset
@@ -398,7 +399,7 @@ def _meetings(wholes: _Keys, window_keys: _Keys) -> Iterator[NDArray[np.void]]:
 
 
 def _best(found: list[NDArray[np.void]]) -> NDArray[np.void]:
-    """Of each pair the window with the fewest different bits."""
+    """Keeps for each pair the window with the fewest different bits."""
     pairs = np.concatenate([np.empty(0, dtype=_PAIR), *found])
     pairs = np.sort(pairs, order=_PAIR.names)
     is_first = np.ones(len(pairs), dtype=bool)

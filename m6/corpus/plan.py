@@ -1,8 +1,8 @@
-"""The plan of a corpus: its inputs cut into parts, with checksums. It never changes while a corpus is built.
+"""The plan of a corpus: its inputs cut into parts, with checksums. It is fixed while the corpus is built.
 
-A part is a table file, a tar file, some hundred text files, or a whole built-in source or folder of pictures. Each task
-does some of the parts. What is written depends on the parts alone: the number of tasks does not matter. Suffixes decide
-whether a file of an input is read.
+A part is a table file, a tar file, some hundred text files, a whole built-in source, or a whole folder of images. Each
+task does some of the parts. The output depends only on the parts, not on the number of tasks. A file's suffix decides
+whether it is read.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ TEXTS = (".txt", ".md")
 TARS = (".tar",)
 DOCUMENTS = (*TABLES, *ARCHIVES, *TEXTS)
 FORMS = (*DOCUMENTS, *TARS)
-_LISTED_SUFFIXES = 5  # in a note; others, as of log.1 and log.2, may be as many as files
+_LISTED_SUFFIXES = 5  # in a note; there may be as many suffixes as files, such as log.1 and log.2
 
 
 def suffix_of(path: PurePath, suffixes: tuple[str, ...] = FORMS) -> str | None:
-    """Returns the form of a file that can be read; None for another file."""
+    """Returns the suffix of a readable form; None for any other file."""
     return next((suffix for suffix in suffixes if path.name.lower().endswith(suffix)), None)
 
 
 def below(path: Path) -> list[Path]:
-    """Returns a file, or all files below a folder in order."""
+    """Returns a file, or all files below a folder, sorted."""
     return [path] if path.is_file() else sorted(file for file in path.rglob("*") if not file.is_dir())
 
 
 def files_of(path: Path, suffixes: tuple[str, ...] = DOCUMENTS) -> list[Path]:
-    """Returns a file or the files below a folder that have a suffix, in order; empty if there are none."""
+    """Returns the files with one of these suffixes, sorted: the path itself, or below it. May be empty."""
     return [file for file in below(path) if suffix_of(file, suffixes) is not None]
 
 
 def files_of_set(named: NamedSet) -> list[Path]:
-    """Returns the files of a named set of texts in order; UserError if there are none, or one is not to be read."""
+    """Returns the sorted files of a named set of texts; UserError if there are none or one is unreadable."""
     if not (found := files_of(named.path)):
         raise UserError(f"decontamination.sets: {named.path}: expected files {', '.join(DOCUMENTS)}")
     check_readable("decontamination.sets", named.path, found)
@@ -60,12 +60,12 @@ def files_of_set(named: NamedSet) -> list[Path]:
 
 
 def check_readable(key: str, path: Path, found: Iterable[Path]) -> None:
-    """Raises UserError for a file of a named set that is not read: what it holds would not be kept out of the corpus.
+    """Raises UserError if a file of a named set is unreadable: its contents could not be kept out of the corpus.
 
     Args:
-        key: of the recipe.
+        key: key of the recipe, for the message.
         path: the set's file or folder.
-        found: its files.
+        found: files of the set.
     """
     folder = path.parent if path.is_file() else path
     for file in found:
@@ -74,14 +74,14 @@ def check_readable(key: str, path: Path, found: Iterable[Path]) -> None:
 
 
 def choose_files(settings: InputSettings, names: Iterable[PurePath]) -> list[PurePath]:
-    """Returns the files of an input that are read, in order; a note on stderr counts the others.
+    """Returns the readable files of an input in their order. A note on stderr counts the others.
 
-    Texts beside files of other forms, such as a README, are no documents, as for ``m6 data build``.
+    If there are files of other forms, text files such as a README are not documents, as in ``m6 data build``.
     """
     forms = {name: suffix_of(name) for name in names}
     data = {name: form for name, form in forms.items() if form is not None and form not in TEXTS}
     read = data or {name: form for name, form in forms.items() if form is not None}
-    # Rows of tables may name pictures by their path.
+    # Rows of tables may refer to image files by path, so these are not reported as unread.
     named = PICTURE_SUFFIXES if settings.image_column is not None else frozenset()
     unread = [name for name in forms if name not in read and name.suffix.lower() not in named]
     if read and unread:
@@ -95,8 +95,8 @@ def choose_files(settings: InputSettings, names: Iterable[PurePath]) -> list[Pur
     return list(read)
 
 
-_SETS = (".parquet", *TARS, *sorted(PICTURE_SUFFIXES))  # of pictures of which nothing may be in the corpus
-_FILES_OF_A_PART = 500  # of texts, or of pictures of a set
+_SETS = (".parquet", *TARS, *sorted(PICTURE_SUFFIXES))  # forms of a named set of images
+_FILES_OF_A_PART = 500  # of texts, or of images of a set
 PLAN_NAME = "plan.json"
 
 
@@ -105,12 +105,12 @@ class _Entry(BaseModel):
 
 
 class Part(_Entry):
-    """What one task reads at a time.
+    """The unit of reading: one task reads a part at a time.
 
     Attributes:
         input: name of the input.
-        files: numbers of files in the plan; empty: the part is a whole source that needs none.
-        unreadable: why the files are not opened.
+        files: indices into the plan's files; empty if the part is a whole source without files.
+        unreadable: why the files are not opened, if so.
     """
 
     input: str
@@ -119,7 +119,7 @@ class Part(_Entry):
 
 
 class PlannedInput(_Entry):
-    """What the manifest says of an input."""
+    """An input's entry in the manifest."""
 
     kind: SourceKind = "text"
     own_splits: list[Split] = []
@@ -127,11 +127,11 @@ class PlannedInput(_Entry):
 
 
 class Plan(_Entry):
-    """The parts of all inputs in order, then those of the named sets of pictures.
+    """The parts of all inputs in order, followed by the parts of the named sets of images.
 
     Attributes:
-        scorer: checksum of the model that compares pictures with captions.
-        checksums: of the files of each named set together, by the name of the set.
+        scorer: checksum of the model for image-text matching.
+        checksums: combined checksum of the files of each named set, by name.
     """
 
     format: Literal[1] = 1
@@ -148,11 +148,11 @@ class Plan(_Entry):
         return [self.files[number] for number in part.files]
 
     def check_set(self, named: NamedSet) -> None:
-        """Checks that the files of a named set are those of the plan.
+        """Checks the files of a named set against the plan.
 
         Raises:
-            UserError: one has changed, is new or is gone.
-            StorageError: the file system does not tell.
+            UserError: a file has changed, is new or is gone.
+            StorageError: the file system does not answer.
         """
         planned = {file.path: file for file in self.files}
         paths = [str(path) for path in files_of(named.path)]
@@ -163,25 +163,25 @@ class Plan(_Entry):
             file.check_unchanged()
 
     def kind(self, part: Part) -> SourceKind:
-        """Returns what the rows of a part hold."""
+        """Returns the kind of a part's rows."""
         return "image_text" if part.input in self.sets else self.inputs[part.input].kind
 
     def kinds(self) -> set[SourceKind]:
-        """Returns what the rows of all parts hold."""
+        """Returns the kinds of rows in all parts."""
         return {self.kind(part) for part in self.parts}
 
     def manifest_recipe(self) -> dict[str, Any]:
-        """Returns what the manifest says of the recipe, and of what is in no input."""
+        """Returns the manifest's entry of the recipe, with checksums of the named sets and the scorer."""
         others = {"scorer": self.scorer, "checksums": self.checksums}
         return {"corpus": self.recipe} | {name: value for name, value in others.items() if value}
 
     def contents(self) -> dict[str, Any]:
-        """Returns all but the times of the files: equal contents are the same corpus."""
+        """Returns the plan without file times. Equal contents give the same corpus."""
         return self.model_dump(exclude={"files": {"__all__": {"modified_ns"}}})
 
 
 def load_plan(file: Path) -> Plan:
-    """Reads a plan; UserError if it is none."""
+    """Reads a plan; UserError if the file is not a plan."""
     try:
         return Plan.model_validate_json(file.read_bytes())
     except ValidationError as error:
@@ -189,18 +189,18 @@ def load_plan(file: Path) -> Plan:
 
 
 def make_plan(recipe: CorpusRecipe, checksums: Checksums | None = None) -> Plan:
-    """Lists the inputs of a recipe and makes their checksums.
+    """Lists the inputs of a recipe and computes their checksums.
 
     Args:
         recipe: the recipe.
-        checksums: makes those of files here; None: all are read.
+        checksums: computes checksums of local files and may know some; None: all files are read.
 
     Raises:
-        UserError: an input does not exist, has no licence, or has nothing that can be read.
+        UserError: an input does not exist, has no licence, or has no readable file.
     """
     plan = Plan(recipe=recipe.identity(), inputs={}, files=[], parts=[])
     checksums = checksums or Checksums()
-    # Before the checksums, which may take hours.
+    # First, since checksums may take hours and a missing set should fail at once.
     sets = [files_of_set(named) for named in recipe.decontamination.sets]
     picture_sets = [_files_of_pictures(named) for named in recipe.decontamination.picture_sets]
     for settings in recipe.inputs:
@@ -230,13 +230,13 @@ def make_plan(recipe: CorpusRecipe, checksums: Checksums | None = None) -> Plan:
 
 
 def open_source(settings: InputSettings, recipe: CorpusRecipe) -> Source:
-    """Returns the source of an input that is no folder or file; UserError if there is none."""
+    """Returns the source of an input (built in, of the Hub, or a folder of images); UserError if there is none."""
     location = settings.source if settings.source in BUILT_IN else f"{settings.name}={settings.source}"
     return find_source(location, options_of(settings, recipe))
 
 
 def options_of(settings: InputSettings, recipe: CorpusRecipe) -> SourceOptions:
-    """Returns the options with which documents of an input are read."""
+    """Returns the reading options of an input's documents."""
     return SourceOptions(
         cache=files.cache_folder(),
         passage_chars=recipe.document_chars,
@@ -249,7 +249,7 @@ def options_of(settings: InputSettings, recipe: CorpusRecipe) -> SourceOptions:
 
 
 def _is_picture_folder(path: Path) -> bool:
-    """Whether a folder is read as pictures with captions beside them, as by ``m6 data build``."""
+    """Whether a folder is read as image files with captions, as by ``m6 data build``."""
     if path.is_file():
         return False
     names = [file.name.lower() for file in path.rglob("*")]
@@ -261,7 +261,7 @@ def _is_picture_folder(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """A file of an input: its name below the input's folder, its entry in the plan, and why it is not opened."""
+    """A file of an input: its path relative to the input's folder, its entry, and why it is not opened, if so."""
 
     name: PurePath
     entry: InputFile
@@ -381,7 +381,7 @@ def _combined(path: Path, entries: list[InputFile]) -> str:
 
 
 def options_columns(settings: InputSettings) -> dict[str, str]:
-    """Returns the columns that are read of an input's tables, by what they hold."""
+    """Returns the columns of an input's tables by role: text, image, split and group."""
     chosen = {
         "text": settings.text_column,
         "image": settings.image_column,

@@ -1,8 +1,8 @@
-"""Reads the documents of one part: of tables, texts, tar files with pictures, and web archives.
+"""Reads the documents of one part: tables, texts, tar files of images, and web archives.
 
-Damage is a row with a problem and never ends the reading. Web archives (ISO 28500) hold pages in WARC files, from which
-the main text is extracted, and texts in WET files. A page is limited by its size and not by its seconds, so that the
-result is the same on any machine.
+A damaged document becomes a row with a problem; reading goes on. Web archives (ISO 28500) are WARC files with pages,
+whose main text is extracted, and WET files with texts. The limit of a page is its size, not the time to parse it, so
+the result is the same on any machine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def parquet_entries(path: Path, columns: list[str]) -> Iterator[dict[str, Any] | str]:
-    """Yields the values of some columns of each row, or why a row or the rest of the file cannot be read.
+    """Yields each row's values of some columns, or the reason if a row or the rest of the file is unreadable.
 
     Raises:
         StorageError: as ``damaged``.
@@ -68,17 +68,17 @@ def parquet_entries(path: Path, columns: list[str]) -> Iterator[dict[str, Any] |
 
 
 def damaged(path: Path, error: Exception) -> str:
-    """Returns why the rest of a file cannot be read: the kind of an error.
+    """Returns the reason for an unreadable rest of a file: the kind of the error.
 
     Raises:
-        StorageError: the error is that of a lost file server, say: the file may be whole, and its rest is not to be
-            left out.
+        StorageError: storage failed, for example a lost file server. The file may be whole, so its rest must not be
+            skipped.
     """
-    # A damaged tar file may name a place that no file has, which is EINVAL.
+    # A damaged tar file may lead to an invalid seek offset: EINVAL.
     if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
         with files.reading(path):
             raise error
-    # Not its message: a message has offsets, and each would be a reason of its own.
+    # The kind only: a message contains offsets, so each would be counted as another reason.
     return f"the file is damaged ({type(error).__name__})"
 
 
@@ -88,12 +88,12 @@ def tar_rows(path: Path, folder: Path, name: str, split: Split | None, options: 
     Args:
         path: the file.
         folder: the input's folder.
-        name: name of the input, with which the ids begin.
-        split: the split of the whole file, if it is one.
-        options: columns of its .json members.
+        name: name of the input, the prefix of the ids.
+        split: the split of the whole file, if it has one.
+        options: reading options, with the columns of the .json members.
 
     Raises:
-        StorageError: the file cannot be read, and may be whole.
+        StorageError: storage failed; the file may be whole.
     """
     identity = f"{name}/{path.relative_to(folder).as_posix()}"
     try:
@@ -103,12 +103,12 @@ def tar_rows(path: Path, folder: Path, name: str, split: Split | None, options: 
 
 
 def read_pictures(path: Path, name: str, image_column: str) -> Iterator[Row]:
-    """Yields the pictures of one file of a named set, with or without captions.
+    """Yields the images of one file of a named set, with or without captions.
 
     Args:
-        path: a picture, a tar file or a Parquet file.
-        name: name of the set, with which the ids begin.
-        image_column: the column of pictures of a Parquet file.
+        path: an image, a tar file or a Parquet file.
+        name: name of the set, the prefix of the ids.
+        image_column: column of images in a Parquet file.
     """
     identity = f"{name}/{path.name}"
     if path.suffix.lower() in PICTURE_SUFFIXES:
@@ -119,7 +119,7 @@ def read_pictures(path: Path, name: str, image_column: str) -> Iterator[Row]:
     elif path.suffix.lower() == ".tar":
         options = SourceOptions(cache=cache_folder(), licence="private")
         for row in tar_rows(path, path.parent, name, None, options):
-            # Pictures need no captions here, so what is wrong with one does not matter.
+            # Captions are not needed here, so a problem with one does not matter.
             yield row if row.image is None else replace(row, problem=None)
     else:
         for number, entry in enumerate(parquet_entries(path, [image_column]), start=1):
@@ -128,7 +128,7 @@ def read_pictures(path: Path, name: str, image_column: str) -> Iterator[Row]:
                 continue
             image = entry[image_column]
             image = image.get("bytes") if isinstance(image, dict) else image
-            if image is not None:  # rows of texts in a data folder have none
+            if image is not None:  # text rows of a data folder have no image
                 yield Row(f"{identity}:{number}", None, image=image)
 
 
@@ -138,13 +138,12 @@ _PAGES = ("text/html", "application/xhtml+xml")
 
 
 def read_archive(path: Path) -> Iterator[tuple[str, str | None]]:
-    """Yields the text of each page of an archive, and the reason if there is none.
+    """Yields the text of each page of an archive, or "" and the reason if a page has none.
 
-    Records that hold no page, such as requests and pictures, are passed over. A file that ends inside of a record's
-    header cannot be told from a complete one.
+    Other records, such as requests and images, are skipped. A file cut off inside a record's header looks complete.
 
     Args:
-        path: a WARC or WET file, also compressed by gzip record by record.
+        path: a WARC or WET file; records may be compressed by gzip one by one.
 
     Raises:
         OSError, EOFError, ValueError, zlib.error: the rest of the file cannot be read.
@@ -159,7 +158,7 @@ def read_archive(path: Path) -> Iterator[tuple[str, str | None]]:
                 if (kind := _kind(record)) is None:
                     continue
                 found = _text(record, kind)
-                while record.raw_stream.read(_CHUNK):  # what is beyond the limit, or follows the page
+                while record.raw_stream.read(_CHUNK):  # skips the rest of the record
                     pass
                 if getattr(record.raw_stream, "limit", 0):
                     raise ValueError("the last record is cut off")
@@ -169,12 +168,12 @@ def read_archive(path: Path) -> Iterator[tuple[str, str | None]]:
 
 
 def _kind(record: ArcWarcRecord) -> str | None:
-    """Returns "text" for the record of a WET file, "page" for one of a WARC file, None for what is neither."""
+    """Returns "text" for a text record of a WET file, "page" for a page of a WARC file, None for other records."""
     if record.rec_type == "conversion":
         return "text"
     if record.rec_type != "response" or record.http_headers is None:
         return None
-    # What the crawler found out; else what the server said.
+    # The type detected by the crawler; if missing, the type declared by the server.
     declared = record.rec_headers.get_header("WARC-Identified-Payload-Type")
     declared = declared or record.http_headers.get_header("Content-Type", "")
     if record.http_headers.get_statuscode() not in ("", "200"):
@@ -183,7 +182,7 @@ def _kind(record: ArcWarcRecord) -> str | None:
 
 
 def _text(record: ArcWarcRecord, kind: str) -> tuple[str, str | None]:
-    # One byte more than is allowed: a page that unpacks to gigabytes is not read to its end.
+    # Reads one byte above the limit: a page may unpack to gigabytes.
     content = record.content_stream().read(MAX_RECORD_BYTES + 1)
     if len(content) > MAX_RECORD_BYTES:
         return "", "page too large"
@@ -194,26 +193,26 @@ def _text(record: ArcWarcRecord, kind: str) -> tuple[str, str | None]:
             return "", "not UTF-8"
     from trafilatura import extract
 
-    # Without its memory of earlier pages: a text must not depend on what else a task reads.
+    # Without deduplication against earlier pages: a text must not depend on the other pages of a task.
     text = extract(content, favor_precision=True, include_comments=False, deduplicate=False)
     return text or "", None if text else "no main text"
 
 
 def read_part(recipe: CorpusRecipe, plan: Plan, part: Part, fetched: Path) -> Iterator[Row]:
-    """Yields the documents of a part in an order that never changes, longer ones cut to ``document_chars``.
+    """Yields the documents of a part in a fixed order. Long documents are cut to ``document_chars``.
 
-    The id of a document has the name of its file.
+    The id of a document contains the name of its file.
 
     Args:
         recipe: the recipe.
         plan: its plan.
-        part: what is read.
-        fetched: a folder of this part alone, which holds its remote files while they are read.
+        part: the part to read.
+        fetched: a folder used only by this part, for its remote files while they are read.
 
     Raises:
-        UserError: a file or a whole source has changed since the plan, such as a data set of the Hub with a newer
+        UserError: a file or a whole source has changed since the plan, for example a data set of the Hub has a newer
             commit.
-        StorageError: a file cannot be read, and may be whole.
+        StorageError: storage failed; a file may be whole.
     """
     if part.unreadable is None:
         for file in plan.files_of(part):
@@ -239,7 +238,7 @@ def read_part(recipe: CorpusRecipe, plan: Plan, part: Part, fetched: Path) -> It
 
 @contextmanager
 def _here(settings: InputSettings, plan: Plan, part: Part, fetched: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """The input's folder and the files of the part on this machine; remote ones are fetched, and removed afterwards."""
+    """Yields the input's folder and the part's local files. Remote files are fetched, and removed afterwards."""
     files = plan.files_of(part)
     remote = [(file, fetched / file.name) for file in files if file.name is not None]
     if not remote:
@@ -316,7 +315,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def read_set(named: NamedSet) -> Iterator[Row]:
-    """Yields the texts of a named set, as ``read_part`` does; UserError if it has no files."""
+    """Yields the texts of a named set like ``read_part``; UserError if the set has no files."""
     settings = InputSettings(source=str(named.path), name=named.name, licence="private", text_column=named.text_column)
     recipe = CorpusRecipe(out=Path(), inputs=[settings])
     options = options_of(settings, recipe)

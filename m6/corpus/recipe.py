@@ -1,4 +1,4 @@
-"""The recipe of a corpus: one JSON file that names inputs, thresholds and the data folder."""
+"""The recipe of a corpus: one JSON file with inputs, thresholds and the data folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FilterSettings(Section):
     """Thresholds of the quality filters. ``m6.corpus.rules`` says what each of them measures.
 
     The defaults are for web pages and news. Gopher is Rae et al. 2021 (arXiv 2112.11446, section A.1.1), and
-    ChineseWebText is Chen et al. 2023 (arXiv 2311.01149); where a rule of these counts words, characters are counted.
+    ChineseWebText is Chen et al. 2023 (arXiv 2311.01149); their rules about words are applied to characters.
     """
 
     min_chars: NonNegativeInt = Field(50, description="shortest document, in characters (Gopher: 50 words)")
@@ -46,7 +46,7 @@ class FilterSettings(Section):
 
 
 class PictureFilterSettings(Section):
-    """Thresholds of pictures and their captions. ``m6.corpus.rules`` says what each of them measures."""
+    """Thresholds of images and their captions. ``m6.corpus.rules`` says what each of them measures."""
 
     min_side: PositiveInt = Field(64, description="least width and height of a picture file in pixels")
     max_aspect: float = Field(3.0, ge=1, description="largest ratio of the longer side to the shorter one")
@@ -75,7 +75,7 @@ class InputSettings(Section):
     """One input of the corpus.
 
     Raises:
-        ValueError: a file, a folder or a data set of the Hub without a name.
+        ValueError: the source is a file, a folder, a URL or a data set of the Hub, and has no name.
     """
 
     source: str = Field(
@@ -103,7 +103,10 @@ class InputSettings(Section):
 
 
 class NearDuplicateSettings(Section):
-    """MinHash over characters (datatrove). Two texts of Jaccard similarity s meet with 1 - (1 - s^hashes)^buckets."""
+    """MinHash over characters (datatrove).
+
+    Two texts of Jaccard similarity s share a bucket with probability 1 - (1 - s^hashes)^buckets.
+    """
 
     ngram_chars: PositiveInt = Field(5, description="characters of an n-gram")
     num_buckets: PositiveInt = Field(20, description="buckets; 20 x 8 find 97.5 % of the pairs at 0.8, 7.5 % at 0.5")
@@ -111,7 +114,7 @@ class NearDuplicateSettings(Section):
 
 
 class NamedSet(Section):
-    """A set of texts, such as a benchmark, of which nothing may be in the training split."""
+    """A set of texts, such as a benchmark, to keep out of the training split."""
 
     name: str = Field(pattern=r"^\w[\w-]*$", description="name in the report")
     path: Path = Field(description="JSONL, Parquet or text files")
@@ -119,7 +122,7 @@ class NamedSet(Section):
 
 
 class NamedPictures(Section):
-    """A set of pictures, such as a benchmark, of which nothing may be in the data folder."""
+    """A set of images, such as a benchmark, to keep out of the data folder."""
 
     name: str = Field(pattern=r"^\w[\w-]*$", description="name in the report")
     path: Path = Field(description="pictures, WebDataset tars, or Parquet files, such as a data folder")
@@ -127,10 +130,10 @@ class NamedPictures(Section):
 
 
 class DecontaminationSettings(Section):
-    """What would give a held-out set away is removed.
+    """Removal of documents that leak held-out data.
 
-    Training documents that share an n-gram with a held-out text are (Brown et al. 2020, appendix C), and pictures that
-    are near duplicates of one of a named set.
+    A training document is removed if it shares an n-gram with a held-out text (Brown et al. 2020, appendix C). An image
+    is removed if it is a near duplicate of an image of a named set.
     """
 
     ngram_chars: int = Field(32, ge=5, description="characters of an n-gram, blanks and marks not counted")
@@ -139,7 +142,7 @@ class DecontaminationSettings(Section):
 
 
 class SlurmSettings(Section):
-    """Resources of each task with ``--executor slurm``."""
+    """Resources of each task under ``--executor slurm``."""
 
     partition: str | None = Field(None, description="Slurm's partition")
     account: str | None = Field(None, description="Slurm's account")
@@ -148,11 +151,11 @@ class SlurmSettings(Section):
 
 
 class CorpusRecipe(Section):
-    """A corpus of texts, of pictures with captions, or of both.
+    """A corpus of texts, of images with captions, or of both.
 
     Raises:
-        ValueError: two inputs or two sets have the same name, the shares leave nothing to train on, or a
-            threshold has no model, or a model no threshold.
+        ValueError: two inputs or two sets have the same name, the shares leave nothing to train on, ``min_match`` is
+            set without ``matching_model``, or ``matching_model`` without ``min_match``.
     """
 
     out: Path = Field(description="the data folder to make; OUT.work beside it holds what is not finished")
@@ -208,15 +211,15 @@ class CorpusRecipe(Section):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """Returns what determines the contents of the data folder, for its manifest."""
+        """Returns all settings with an effect on the contents of the data folder, for its manifest."""
         return self.model_dump(mode="json", exclude={"out", "slurm"}, exclude_none=True)
 
     def input(self, name: str) -> InputSettings:
-        """Returns the input that the manifest calls ``name``."""
+        """Returns the input called ``name`` in the manifest."""
         return next(each for each in self.inputs if each.called == name)
 
     def picture_filters_of(self, name: str) -> PictureFilterSettings:
-        """Returns the thresholds of the pictures of the input that the manifest calls ``name``."""
+        """Returns the image thresholds of the input called ``name`` in the manifest."""
         return self.input(name).picture_filters or self.picture_filters
 
 
@@ -228,7 +231,7 @@ def load_recipe(path: Path, overrides: tuple[str, ...] = ()) -> CorpusRecipe:
         overrides: ``key.path=value`` strings.
 
     Raises:
-        UserError: there is no such file, or it does not fit; the message names the file and the key.
+        UserError: there is no such file, or it is invalid; the message names the file and the key.
     """
     file = shipped_file(path, "corpus recipe")
     try:

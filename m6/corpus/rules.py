@@ -1,10 +1,9 @@
-"""Rules of one document: the forms of a text, its boilerplate, its quality, personal data in it, and pictures.
+"""Rules for one document: text normalisation, boilerplate, quality, personal data, and images.
 
-A text is stored in one form and compared with others in another. Rules of quality tell it from a page of buttons,
-symbols or repetitions; all of them count characters. Rules of Gopher that count words (mean length, stop words) or
-expect an English sentence end (C4) are left out: a Chinese word has no mark, and the rules remove clean news.
-Placeholders stand for personal data. Rules of pictures tell a picture with a caption from buttons, banners and blank
-pages.
+A text has a stored form and a form for comparison. Quality rules remove pages of buttons, symbols or repetitions; all
+of them count characters. Gopher's rules about words (mean length, stop words) and C4's rule about English sentence ends
+are left out: Chinese has no blanks between words, and these rules remove clean news. Personal data is replaced by
+placeholders. Image rules remove buttons, banners and blank images.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from m6.errors import UserError
 CHINESE = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 
 
-"""Chinese characters, for a class of a regular expression: the blocks of unified and compatibility ideographs."""
+"""Ranges of Chinese characters for a regular expression: unified and compatibility ideographs."""
 
 
-# Full-width digits and letters: without them numbers are hard to find. Marks keep their width, which Chinese needs.
+# Full-width digits and letters become narrow, so that patterns of numbers match. Chinese punctuation stays wide.
 _NARROW = {code: code - 0xFEE0 for first, last in ("０９", "ＡＺ", "ａｚ") for code in range(ord(first), ord(last) + 1)}
 _WIDE = re.compile("[０-９Ａ-Ｚａ-ｚ]")
 _BLANK = re.compile(r"\s+")
@@ -47,33 +46,33 @@ def _to_simplified() -> Callable[[str], str]:
 
 
 def stored_form(text: str, to_simplified: bool) -> str:
-    """Returns the text as it is stored: Unicode's composed form (NFC), with digits and letters of normal width."""
+    """Returns the form for storage: Unicode's composed form (NFC), with digits and letters of normal width."""
     text = unicodedata.normalize("NFC", text)
-    if _WIDE.search(text):  # few texts have any, and a search is much faster
+    if _WIDE.search(text):  # few texts have any; a search is much faster than translate
         text = text.translate(_NARROW)
     return _to_simplified()(text) if to_simplified else text
 
 
 def compared_form(text: str) -> str:
-    """Returns the text as it is compared: compatibility form (NFKC), simplified, small letters, without blanks."""
+    """Returns the form for comparison: compatibility form (NFKC), simplified, lower case, without blanks."""
     return _BLANK.sub("", _to_simplified()(unicodedata.normalize("NFKC", text)).casefold())
 
 
 def without_marks(compared: str) -> str:
-    """Returns the letters and digits of a text in its compared form."""
+    """Removes punctuation and symbols from a text in its compared form: letters and digits stay."""
     return _MARKS.sub("", compared)
 
 
 def digest(text: str) -> int:
-    """Returns the first 64 bits of the text's SHA-256. Two of 10^8 texts are equal in them with a chance of 3e-4."""
+    """Returns the first 64 bits of the text's SHA-256. The chance of a collision among 10^8 texts is 3e-4."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "little")
 
 
-# A line is removed only if it is short: a long one is a sentence that mentions the words.
+# Only short lines are removed: a long line with these words is a sentence about them.
 _MAX_LINE_CHARS = 60
-# Lines with code or a policy: the rules of C4 (Raffel et al. 2020, section 2.2), with the Chinese words for them.
+# Lines with code or a policy: C4's rules (Raffel et al. 2020, section 2.2), with their Chinese words.
 _C4 = r"javascript|lorem ipsum|cookie|隐私(?:政策|声明)|用户协议|使用条款"
-# Lines that Chinese pages share: notices of rights, editors, navigation, sharing, advertisements.
+# Frequent lines of Chinese pages: copyright, editors, navigation, sharing, advertisements.
 _NOTICES = (
     r"^\W*(?:责任编辑|责编|编辑|作者|来源|原标题|本文来源|文章来源|免责声明|版权声明)\s*[:：]"
     r"|版权所有|未经.{0,8}(?:授权|许可).{0,8}(?:转载|使用)|copyright|all rights reserved|ICP备|ICP证|公网安备"
@@ -85,10 +84,10 @@ _BOILERPLATE = re.compile(f"{_C4}|{_NOTICES}", re.IGNORECASE)
 
 
 def remove_boilerplate(text: str) -> tuple[str, int]:
-    """Removes the lines of a page that are no text.
+    """Removes boilerplate lines of a page.
 
     Returns:
-        The other lines, and how many were removed.
+        The remaining lines, and the number of removed ones.
     """
     lines = text.split("\n")
     kept = [line for line in lines if len(line) > _MAX_LINE_CHARS or not _BOILERPLATE.search(line)]
@@ -97,20 +96,20 @@ def remove_boilerplate(text: str) -> tuple[str, int]:
 
 REPEATED_NGRAM_CHARS = 13  # ChineseWebText
 _CHINESE = re.compile(f"[{CHINESE}]+")
-# Neither letters and digits of any script nor the marks of running text.
+# Symbols: anything but letters, digits, and the punctuation of running text.
 _SYMBOLS = re.compile(r"…|\.{3,}|[^\w\s，。、；：？！“”‘’（）《》〈〉「」『』【】〔〕—·～.,;:?!'\"()\[\]%/\-+=&$￥°℃]")
 _BULLET = re.compile(r"\s*[•●○◦■□▪▶◆◇★☆*\-·]")
 _ELLIPSIS = ("…", "...", "。。。")
 
 
 def chinese_share(text: str) -> float:
-    """Returns the share of Chinese characters among those that are not blank; 0 for an empty text."""
+    """Returns the share of Chinese characters among all non-blank characters; 0 for an empty text."""
     characters = len(_BLANK.sub("", text))
     return sum(map(len, _CHINESE.findall(text))) / characters if characters else 0.0
 
 
 def problem_of(text: str, settings: FilterSettings) -> str | None:
-    """Returns the first rule that a text breaks, None if it breaks none.
+    """Returns the name of the first broken rule, or None.
 
     Args:
         text: a document in its stored form.
@@ -155,7 +154,7 @@ _EMAIL = re.compile(
 # GB 11643-1999: six digits of a region, the date of birth, three digits and a check character.
 _BIRTH = r"(?:18|19|20)[0-9]{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])"
 _IDENTITY = re.compile(rf"{_BEFORE}[1-9][0-9]{{5}}{_BIRTH}[0-9]{{3}}[0-9Xx]{_AFTER}")
-# Mobile numbers have 11 digits and begin with 13 to 19; those of a place have an area code of 3 or 4 digits.
+# Mobile numbers have 11 digits and begin with 13 to 19. Landline numbers have an area code of 3 or 4 digits.
 _MOBILE = rf"{_BEFORE}(?:\+?86[ -]?)?1[3-9][0-9](?:[0-9]{{8}}|([ -])[0-9]{{4}}\1[0-9]{{4}}){_AFTER}"
 _AREA = r"(?:\(0[0-9]{2,3}\)|（0[0-9]{2,3}）|0[0-9]{2,3}[ -])"
 _OF_A_PLACE = rf"{_BEFORE_CODE}{_AREA}[ -]?[1-9][0-9]{{6,7}}(?:-[0-9]{{1,5}})?{_AFTER}"
@@ -174,7 +173,7 @@ def is_identity_number(number: str) -> bool:
 
 
 def _is_address(text: str) -> bool:
-    # The address of no machine, such as 0.0.0.0 and 127.0.0.1, is nobody's.
+    # Unspecified and loopback addresses (0.0.0.0, 127.0.0.1) identify nobody.
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -183,12 +182,12 @@ def _is_address(text: str) -> bool:
 
 
 def _is_ipv6(text: str) -> bool:
-    # A time such as 12:30:05 has neither eight groups nor two colons in a row.
+    # Excludes times such as 12:30:05: they have neither eight groups nor two colons in a row.
     return (text.count(":") == 7 or ("::" in text and len(text) > 6)) and _is_address(text)
 
 
-# In this order: an identity number would be taken for a telephone number otherwise. The first pattern of each kind
-# begins with a set of characters, for which Python searches faster: most texts do not have it.
+# The order matters: otherwise an identity number would count as a telephone number. The first pattern of each kind is a
+# quick test: Python searches it faster, and most texts do not contain it.
 _KINDS: tuple[tuple[str, str, re.Pattern[str], re.Pattern[str], Callable[[str], bool]], ...] = (
     ("e-mail addresses", "[邮箱]", re.compile("@"), _EMAIL, lambda text: True),
     ("identity numbers", "[身份证号]", re.compile("[0-9]{17}"), _IDENTITY, is_identity_number),
@@ -201,11 +200,11 @@ _KINDS: tuple[tuple[str, str, re.Pattern[str], re.Pattern[str], Callable[[str], 
 def mask_personal_data(text: str) -> tuple[str, Counter[str]]:
     """Replaces personal data by placeholders.
 
-    Telephone numbers of China, identity numbers whose check character is right, e-mail addresses, and IP addresses are
-    found; names and postal addresses are not.
+    It finds Chinese telephone numbers, identity numbers with a valid check character, e-mail addresses and IP
+    addresses. It does not find names and postal addresses.
 
     Returns:
-        The text, and how many of each kind were replaced.
+        The text, and the number of replacements of each kind.
     """
     counts: Counter[str] = Counter()
     for kind, placeholder, part, pattern, holds in _KINDS:
@@ -213,16 +212,16 @@ def mask_personal_data(text: str) -> tuple[str, Counter[str]]:
             continue
         found = [match for match in pattern.finditer(text) if holds(match[0])]
         counts[kind] += len(found)
-        for match in reversed(found):  # from the end, so that the earlier places stay
+        for match in reversed(found):  # from the end, so earlier offsets stay valid
             text = text[: match.start()] + placeholder + text[match.end() :]
     return text, +counts
 
 
 def problem_of_picture(decoded: Decoded, settings: PictureFilterSettings) -> str | None:
-    """Returns the first rule that a picture breaks, None if it breaks none.
+    """Returns the name of the first rule broken by an image, or None.
 
     Args:
-        decoded: the shrunken picture, with what is known of its file.
+        decoded: the shrunk image, with the size and kind of its file.
         settings: thresholds.
     """
     shorter, longer = sorted((decoded.width, decoded.height))
@@ -238,7 +237,7 @@ def problem_of_picture(decoded: Decoded, settings: PictureFilterSettings) -> str
 
 
 def problem_of_caption(caption: str, settings: PictureFilterSettings) -> str | None:
-    """Returns the first rule that a caption in its stored form breaks, None if it breaks none."""
+    """Returns the name of the first rule broken by a caption in its stored form, or None."""
     if len(caption) < settings.min_caption_chars:
         return "caption too short"
     if len(caption) > settings.max_caption_chars:

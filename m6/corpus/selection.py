@@ -1,10 +1,9 @@
-"""Which of several copies is kept. It depends on their contents alone, never on files, tasks or their order.
+"""Chooses one document of each set of copies, by contents only: independent of files, tasks and order.
 
-Of equal or similar documents that one is kept which its source put into the test split, else into the validation split;
-else the longest text, or the picture of most pixels; else the one with the least digest of contents and id. Of copies
-of a picture of a named set none is. Of the pictures with one caption so many are kept as the recipe says, in the same
-order. A picture whose caption does not describe it comes after all others: it is removed itself, but no copy for its
-sake.
+Copies are ranked in this order: documents of their source's test split, then of its validation split; longer texts, or
+images with more pixels; the smaller digest of contents and id. The first is kept. No copy of an image of a named set is
+kept. The recipe limits the number of images with the same caption; the same ranking decides. An image with a mismatched
+caption ranks last: it is removed itself, and no copy is removed in its favour.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ REASONS = {
     REPEATED: ("captions", "caption repeats too often"),
     MISMATCHED: ("matching", "caption does not describe the picture"),
 }
-"""Stage and reason of a removed document."""
+"""Stage and reason of a removal, by status."""
 _NO_LIMIT = np.iinfo(np.int64).max
 _NO_CLUSTER = -1
-_LAST = 4  # after the values of ``Ranking.held_out``
+_LAST = 4  # ranks after all values of ``Ranking.held_out``
 
 
 def choose(ranking: Ranking, clusters: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -48,12 +47,12 @@ def choose(ranking: Ranking, clusters: NDArray[np.int64]) -> tuple[NDArray[np.ui
         clusters: cluster of each document, -1 for none; int64 [N].
 
     Returns:
-        KEPT, EXACT or NEAR, uint8 [N]; and the document that is kept for each, int64 [N].
+        The status KEPT, EXACT or NEAR, uint8 [N]; and for each document the kept one of its copies, int64 [N].
     """
     everyone = np.arange(len(clusters))
     original = _first_of(everyone, ranking.key, ranking, len(clusters))
     status = np.where(original == everyone, KEPT, EXACT).astype(np.uint8)
-    # Equal texts are in one cluster, and those without a signature are in none.
+    # Equal texts are in one cluster. Texts without a signature are in no cluster.
     candidates = np.flatnonzero((status == KEPT) & (clusters != _NO_CLUSTER))
     kept = _first_of(candidates, clusters[candidates], ranking, len(clusters))
     status[(status == KEPT) & (kept != everyone)] = NEAR
@@ -61,7 +60,7 @@ def choose(ranking: Ranking, clusters: NDArray[np.int64]) -> tuple[NDArray[np.ui
 
 
 def _first_of(documents: NDArray[np.int64], label: NDArray[Any], ranking: Ranking, count: int) -> NDArray[np.int64]:
-    """Returns the best document among those of the same label, for each of ``count``; others are their own."""
+    """Returns the best document with the same label for each of ``count`` documents; for an unlabelled one, itself."""
     best = np.arange(count)
     if len(documents) == 0:
         return best
@@ -74,25 +73,24 @@ def _first_of(documents: NDArray[np.int64], label: NDArray[Any], ranking: Rankin
 
 
 def _order(documents: NDArray[np.int64], label: NDArray[Any], ranking: Ranking) -> NDArray[np.int64]:
-    """Sorts documents by label, and the best of a label first."""
+    """Sorts documents by label, the best of each label first."""
     largest_first = -ranking.size[documents].astype(np.int64)
-    # The last key counts most.
+    # lexsort sorts by the last key first.
     return np.lexsort((ranking.order[documents], largest_first, ranking.held_out[documents], label))
 
 
 def repeated_captions(
     kept: NDArray[np.int64], ranking: Ranking, limits: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Finds the pictures whose caption has been kept often enough.
+    """Finds images above the limit of their caption.
 
     Args:
-        kept: documents that are no copies, int64 [K] of N.
+        kept: documents left after deduplication, int64 [K] of N.
         ranking: of N documents; texts have no caption.
-        limits: pictures that may be kept of the caption of each document, int64 [N]. Those without a limit do not
-            count.
+        limits: most images with the caption of each document, int64 [N]. Images without a limit are not counted.
 
     Returns:
-        The documents to remove, and the best document of the caption of each.
+        The documents to remove, and for each the best document with its caption.
     """
     counted = kept[(ranking.caption[kept] != 0) & (limits[kept] < _NO_LIMIT)]
     if len(counted) == 0:
@@ -106,12 +104,12 @@ def repeated_captions(
 
 
 def select(work: Work) -> Tally:
-    """Joins the pairs of all buckets to clusters and writes, for each part, which documents are kept.
+    """Joins the pairs of all buckets into clusters, chooses the kept documents, and writes the choice of each part.
 
-    One task does this, with about 100 bytes of memory for each document, and 150 more for each that has a copy.
+    One task does this. Memory: about 100 bytes for each document, and 150 more for each document with a copy.
 
     Raises:
-        UserError: an input has no document left.
+        UserError: an input has no usable document.
     """
     rankings = [read_ranking(work.documents(part)) for part in range(work.num_parts)]
     offsets = np.cumsum([0, *(len(ranking.key) for ranking in rankings)])
@@ -138,7 +136,7 @@ def select(work: Work) -> Tally:
 
 
 def _clusters(work: Work, offsets: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """The cluster of each document, -1 for none. Those of texts have even numbers, and those of pictures odd ones."""
+    """The cluster of each document, -1 for none. Clusters of texts have even numbers, clusters of images odd ones."""
     clusters = np.full(offsets[-1], _NO_CLUSTER, dtype=np.int64)
     kinds = work.plan.kinds()
     if "text" in kinds:
@@ -153,15 +151,15 @@ def _clusters(work: Work, offsets: NDArray[np.int64], keys: NDArray[np.uint64]) 
 
 
 def joined_pairs(pairs: NDArray[np.int64], keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Joins pairs of documents to clusters.
+    """Joins pairs of documents into clusters.
 
     Args:
         pairs: documents, int64 [P, 2].
-        keys: of N documents, uint64 [N]; those with equal keys are in one cluster.
+        keys: keys of N documents, uint64 [N]. Documents with equal keys are in one cluster.
 
     Returns:
-        The documents that are joined with a pair, and the cluster of each. A picture of many copies may have met only
-        some of them.
+        The documents connected to a pair, and the cluster of each. Connected components are needed because an image
+        with many copies may be paired with only some of them.
     """
     order = np.argsort(keys, kind="stable")
     equal = np.flatnonzero(keys[order[1:]] == keys[order[:-1]])

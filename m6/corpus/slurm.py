@@ -1,6 +1,6 @@
 """Submits the stages of a corpus as arrays of Slurm jobs, with datatrove's executor.
 
-Written for datatrove 0.10. Its marks of completion are not used: they know neither the recipe nor the inputs.
+Written for datatrove 0.10. Its completion marks are not used, since they depend on neither recipe nor inputs.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from m6.corpus.work import OpenScorer, Work
 from m6.errors import UserError
 from m6.validation import read_document
 
-MAX_TASKS = 1000  # more would be several arrays, and the next stage would wait for the last one only
+MAX_TASKS = 1000  # more tasks would need several arrays, and the next stage would wait only for the last array
 _JOBS_NAME = "jobs.json"
-_FORGOTTEN = "Invalid job id"  # what squeue says of a job that ended some minutes ago
+_FORGOTTEN = "Invalid job id"  # squeue's message for a job that ended some minutes ago
 
-# datatrove describes every step on stderr, and prints an error before it raises it.
+# datatrove logs every step on stderr, and prints an error before raising it.
 logger.disable("datatrove")
 
 
 class StageStep(PipelineStep):
-    """The share of one task in a stage, as datatrove runs it."""
+    """The work of one task in a stage, as a step of datatrove."""
 
     name = "m6"
     type = "corpus"
@@ -42,12 +42,12 @@ class StageStep(PipelineStep):
         self.folder, self.stage, self.open_scorer = folder, stage, open_scorer
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        """Makes the units of this task."""
+        """Runs the units of this task."""
         run_task(self.folder, self.stage, rank, world_size, self.open_scorer)
 
 
 class _Executor(SlurmPipelineExecutor):
-    """Without options that were not given, and without the jobs that merge datatrove's own statistics."""
+    """datatrove's executor without unset options, and without the jobs to merge datatrove's own statistics."""
 
     def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
         return {name: value for name, value in super().get_sbatch_args(max_array).items() if value is not None}
@@ -57,9 +57,9 @@ class _Executor(SlurmPipelineExecutor):
 
 
 def submit(work: Work, num_tasks: int, settings: SlurmSettings) -> dict[str, str]:
-    """Submits an array of jobs for each stage that is not complete; each array waits for the one before.
+    """Submits an array of jobs for each incomplete stage. Each array waits for the one before.
 
-    If a task fails, Slurm cancels what depends on it. The same command then submits what is missing.
+    If a task fails, Slurm cancels the arrays after it. The same command then submits the incomplete stages.
 
     Args:
         work: the corpus; its folder, the inputs and the environment must be on a shared file system.
@@ -67,11 +67,11 @@ def submit(work: Work, num_tasks: int, settings: SlurmSettings) -> dict[str, str
         settings: resources of a task.
 
     Returns:
-        The job of each stage.
+        The job id of each stage.
 
     Raises:
-        UserError: there are too many tasks for one array, Slurm refuses the jobs, or this process is itself in a Slurm
-            array.
+        UserError: there are too many tasks for one array, Slurm refuses the jobs, or this process itself runs in a
+            Slurm array.
     """
     if num_tasks > MAX_TASKS:
         raise UserError(f"--tasks {num_tasks}: at most {MAX_TASKS} with --executor slurm; a task can have many parts")
@@ -91,10 +91,10 @@ def submit(work: Work, num_tasks: int, settings: SlurmSettings) -> dict[str, str
 
 
 def check_jobs_ended(folder: Path) -> None:
-    """Checks that no jobs of the corpus with this work folder write it.
+    """Checks that all jobs on this work folder have ended.
 
     Raises:
-        UserError: jobs have not ended, or Slurm does not say.
+        UserError: jobs have not ended, or squeue fails.
     """
     file = folder / _JOBS_NAME
     if not file.exists():

@@ -1,9 +1,9 @@
-"""The stages of a corpus in order, and the units of each, which tasks share.
+"""The stages of a corpus in order, and their units. Tasks share the units of a stage.
 
-clean      a part      read, check, normalise, filter; signatures of texts, keys of pictures
-match      a part      how well captions describe their pictures, by a trained model
-pairs      a bucket    texts whose signatures agree; pictures whose keys meet and that show the same
-select     one         clusters, and the document of each that is kept
+clean      a part      read, check, normalise, filter; signatures of texts, keys of images
+match      a part      score captions against their images by a trained model
+pairs      a bucket    texts with equal signatures; images with matching keys and similar thumbnails
+select     one         clusters, and the kept document of each
 held_out   a part      n-grams of validation and test documents, and of the named sets
 index      one         all of these together
 write      a part      decontaminate, cut to passages, write shards
@@ -26,12 +26,12 @@ from m6.corpus.text_copies import open_many_files, write_pairs
 from m6.corpus.work import OpenScorer, Work, score_part
 from m6.errors import UserError
 
-_NAMED = 5  # incomplete units in a message
+_NAMED = 5  # incomplete units named in a message
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage: its number of units, and what makes one of them."""
+    """A stage: its number of units, and the function for one unit."""
 
     name: str
     units: Callable[[Work], int]
@@ -39,13 +39,13 @@ class Stage:
 
 
 def _clean_part(work: Work, part: int) -> Tally:
-    open_many_files(work.num_text_parts)  # which the stages of pairs and clusters need, after hours
+    open_many_files(work.num_text_parts)  # checks the limit now: later stages need it, hours from now
     is_text = work.plan.kind(work.plan.parts[part]) == "text"
     return clean_part(work, part) if is_text else clean_pictures(work, part)
 
 
 def _buckets(work: Work) -> tuple[int, int]:
-    """Numbers of buckets of texts and of pictures."""
+    """Numbers of buckets of texts and of images."""
     kinds, recipe = work.plan.kinds(), work.recipe
     return (
         recipe.near_duplicates.num_buckets if "text" in kinds else 0,
@@ -84,17 +84,17 @@ STAGES: tuple[Stage, ...] = (
 
 
 def run_task(folder: Path, name: str, task: int, num_tasks: int, open_scorer: OpenScorer | None = None) -> None:
-    """Makes the units of a stage that belong to one task and are not complete: every ``num_tasks``-th.
+    """Runs one task of a stage: every ``num_tasks``-th unit, except complete ones.
 
     Args:
         folder, open_scorer: as in ``Work``.
-        name: of the stage.
-        task: number of the task.
-        num_tasks: tasks of the stage.
+        name: name of the stage.
+        task: index of the task.
+        num_tasks: number of tasks of the stage.
 
     Raises:
-        UserError: a stage before this one is not complete; or a unit failed because of a user's mistake. The message
-            names the stage and the unit.
+        UserError: an earlier stage is incomplete, or a unit failed by a user's mistake. The message names the stage and
+            the unit.
     """
     work = Work(folder, open_scorer)
     position = [stage.name for stage in STAGES].index(name)
@@ -116,5 +116,5 @@ def run_task(folder: Path, name: str, task: int, num_tasks: int, open_scorer: Op
 
 
 def unfinished(work: Work) -> list[Stage]:
-    """Returns the stages that have units to make."""
+    """Returns the stages with incomplete units."""
     return [stage for stage in STAGES if work.missing(stage.name, stage.units(work))]

@@ -1,4 +1,4 @@
-"""What a stage removed: counts by reason, a bounded sample of each, and histograms."""
+"""Counters of a stage: removals by reason with a bounded sample of each, and histograms."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from m6.data.sources.base import count_unread
 from m6.data.sources.pictures import on_white
 
 SAMPLES = 10  # of each reason
-PICTURES = 20  # of each reason, where the samples have pictures
+PICTURES = 20  # of each reason, if the samples have images
 SAMPLE_CHARS = 200
-KEPT = "kept"  # the name of the sample of kept pictures, and of the histogram of what is kept
+KEPT = "kept"  # name of the samples of kept images, and of the histogram of kept documents
 _PICTURE_SIDE = 96  # pixels; about 3 kB in the record
 _SHARE_STEPS = 10
 
 
 class Sample(BaseModel):
-    """A removed document, or a kept picture.
+    """A removed document, or a kept image.
 
     Attributes:
         id: its id.
         text: the beginning of its text.
-        picture: a small JPEG file of its picture in base64.
-        copy_of: of a copy, the part and the number of the document that is kept.
-        kept_id: its id, in the record of a finished corpus.
-        kept_text: the beginning of its text, in the record of a finished corpus.
-        kept_picture: its picture, in the record of a finished corpus.
+        picture: a small JPEG file of its image in base64.
+        copy_of: for a copy, part and number of the kept document.
+        kept_id: id of the kept document, in the record of a finished corpus.
+        kept_text: the beginning of the kept document's text, likewise.
+        kept_picture: the kept document's image, likewise.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -46,12 +46,12 @@ class Sample(BaseModel):
 
 
 class Histogram(BaseModel):
-    """Documents by length, by share of Chinese, and by side of the picture.
+    """Numbers of documents by length, by share of Chinese characters, and by side of the image.
 
     Attributes:
         lengths: documents of [2^k, 2^(k+1)) characters, by k.
-        shares: documents whose share of Chinese characters is in [k/10, (k+1)/10), by k; 1.0 is in the last.
-        sides: documents whose picture has a shorter side of [2^k, 2^(k+1)) pixels, by k.
+        shares: documents with a share of Chinese characters in [k/10, (k+1)/10), by k; 1.0 is in the last bin.
+        sides: documents by shorter side of the image, [2^k, 2^(k+1)) pixels, by k.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -61,7 +61,7 @@ class Histogram(BaseModel):
     sides: Counter[int] = Counter()
 
     def add(self, text: str, side: int | None) -> None:
-        """Counts a document; ``side`` is the shorter side of its picture in pixels."""
+        """Counts a document; ``side`` is the shorter side of its image in pixels."""
         self.lengths[max(len(text), 1).bit_length() - 1] += 1
         self.shares[min(int(chinese_share(text) * _SHARE_STEPS), _SHARE_STEPS - 1)] += 1
         if side is not None:
@@ -69,21 +69,21 @@ class Histogram(BaseModel):
 
 
 class Tally(BaseModel):
-    """What became of the documents of one input.
+    """Counts of the documents of one input.
 
     Attributes:
-        documents: documents that were read, with those that cannot be used.
-        characters: characters of the usable ones.
+        documents: all documents, unusable ones included.
+        characters: characters of the usable documents.
         removed: removed documents by stage and reason.
-        removed_characters: their characters by stage.
+        removed_characters: characters of removed documents by stage.
         changed: replaced personal data by kind, and removed lines.
-        unread: what belongs to the documents and is not read, such as ".seg.png" of tars.
-        kept: documents that were written.
-        kept_characters: their characters.
-        rows: the passages that they were cut to.
-        histograms: of the usable documents ("read") and of those that were written ("kept").
-        samples: removed documents, by "stage: reason", and kept pictures, by "kept": those whose id has the least
-            digest, so that any number of tasks gives the same ones.
+        unread: ignored files and columns of the documents by name, such as ".seg.png" members of tars.
+        kept: written documents.
+        kept_characters: characters of the written documents.
+        rows: written rows: a document is cut into passages.
+        histograms: of the usable documents ("read") and of the written ones ("kept").
+        samples: removed documents by "stage: reason", and kept images under "kept". The ids with the smallest digests
+            are chosen, independent of the number of tasks.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -122,7 +122,7 @@ class Tally(BaseModel):
         picture: Image.Image | bytes | None = None,
         copy_of: tuple[int, int] | None = None,
     ) -> None:
-        """Adds a document to the samples ``name``, unless these are better."""
+        """Offers a document to the samples ``name``: the smallest digests of ids stay."""
         samples = self.samples.setdefault(name, [])
         if len(samples) >= _limit(picture) and _rank(identity) > _rank(samples[-1].id):
             return
@@ -135,7 +135,7 @@ class Tally(BaseModel):
         self.histograms.setdefault(name, Histogram()).add(text, side)
 
     def add(self, other: Tally) -> None:
-        """Adds what another task counted."""
+        """Adds the counts of another task."""
         for name in ("documents", "characters", "kept", "kept_characters", "rows"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for stage, reasons in other.removed.items():
@@ -153,7 +153,7 @@ class Tally(BaseModel):
 
 
 def small_picture(picture: Image.Image | bytes) -> str:
-    """Returns a small JPEG file of a picture or picture file, in base64."""
+    """Returns a small JPEG file of an image or image file, in base64."""
     opened = Image.open(io.BytesIO(picture)) if isinstance(picture, bytes) else picture.copy()
     opened.thumbnail((_PICTURE_SIDE, _PICTURE_SIDE))
     buffer = io.BytesIO()

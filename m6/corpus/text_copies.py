@@ -1,8 +1,8 @@
-"""Texts that are alike: datatrove's MinHash over characters, and n-grams that documents share with held-out texts.
+"""Similar texts: datatrove's MinHash over characters, and n-grams shared with held-out texts.
 
-MinHash has signatures of a part, pairs of a bucket, and clusters of all. It is written for datatrove 0.10. Its default
-tokenizer takes a Chinese clause for one word, so the characters are given as tokens. Its fourth stage is not used: it
-addresses documents by position and keeps whichever comes first.
+MinHash runs in three stages: signatures of a part, pairs of a bucket, clusters of all. The code is written for
+datatrove 0.10. datatrove's default tokenizer treats a Chinese clause as one word, so characters are the tokens here.
+Its fourth stage is not used: it addresses documents by position and keeps the first copy.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from m6.corpus.tally import Tally
 from m6.errors import UserError
 from m6.files import atomic_path, sync
 
-_FILES_OF_A_PART = 2  # that are open at once
+_FILES_OF_A_PART = 2  # open at the same time
 _OTHER_FILES = 100
 
 
 def require_datatrove() -> None:
-    """Raises UserError if datatrove is not installed, or cannot hash."""
+    """Raises UserError if datatrove is not installed or its xxhash is too new."""
     try:
         import datatrove.pipeline.dedup.minhash  # noqa: F401
         import xxhash
@@ -43,10 +43,10 @@ def require_datatrove() -> None:
 
 
 def open_many_files(num_parts: int) -> None:
-    """Lets this process open as many files as the signatures and clusters of some parts need.
+    """Raises this process's limit of open files to the most allowed, for signatures and clusters of these parts.
 
     Raises:
-        UserError: it may not.
+        UserError: the hard limit is too low.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = num_parts * _FILES_OF_A_PART + _OTHER_FILES
@@ -59,7 +59,7 @@ def open_many_files(num_parts: int) -> None:
 
 
 def write_signatures(texts: Iterable[str], folder: Path, part: int, settings: NearDuplicateSettings) -> None:
-    """Writes the signatures of the documents of a part, one file for each bucket.
+    """Writes the signatures of the documents of a part: one file for each bucket.
 
     Args:
         texts: letters and digits of each document in its compared form. The n-th text is document n.
@@ -86,13 +86,13 @@ def write_signatures(texts: Iterable[str], folder: Path, part: int, settings: Ne
 
 
 def write_pairs(signatures: Path, folder: Path, bucket: int, num_parts: int, settings: NearDuplicateSettings) -> None:
-    """Writes the pairs of documents that agree in one bucket.
+    """Writes the pairs of documents with equal signatures in one bucket.
 
     Args:
         signatures: folder of all signatures.
         folder: folder of the pairs of all buckets.
         bucket: number of the bucket.
-        num_parts: parts that have signatures.
+        num_parts: number of parts with texts.
         settings: as for the signatures.
 
     Raises:
@@ -105,15 +105,15 @@ def write_pairs(signatures: Path, folder: Path, bucket: int, num_parts: int, set
 
 
 def find_clusters(pairs: Path, num_parts: int, settings: NearDuplicateSettings) -> dict[int, NDArray[np.uint32]]:
-    """Joins all pairs to clusters.
+    """Joins all pairs into clusters.
 
     Args:
         pairs: folder of the pairs of all buckets.
-        num_parts: parts that have signatures.
+        num_parts: number of parts with texts.
         settings: as for the pairs.
 
     Returns:
-        For each part with copies: uint32 [documents, 2], the number of the document and that of its cluster.
+        For each part with copies: document number and cluster number, uint32 [documents, 2].
 
     Raises:
         UserError: as ``open_many_files``.
@@ -130,7 +130,7 @@ def find_clusters(pairs: Path, num_parts: int, settings: NearDuplicateSettings) 
 
 @contextlib.contextmanager
 def _renamed_when_complete(folder: Path, name: str) -> Iterator[Path]:
-    """Yields a temporary folder whose files get their names in ``folder``: datatrove writes under the final names."""
+    """Yields a temporary folder and then moves its files to ``folder``, since datatrove does not write atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=folder.parent) as temporary:
         yield Path(temporary)
@@ -145,7 +145,7 @@ def _renamed_when_complete(folder: Path, name: str) -> Iterator[Path]:
 def _config(settings: NearDuplicateSettings) -> Any:
     from datatrove.utils.text import TextNormConfig
 
-    # The texts are in their compared form already. Numbers become 0: pages that differ in them alone are copies.
+    # The texts are in their compared form already. Numbers become 0, so pages with only different numbers are copies.
     only_numbers = TextNormConfig(
         lowercase=False, norm_whitespace=False, remove_punctuation=False, norm_unicode_diacritics=False
     )
@@ -165,15 +165,15 @@ def _datatrove() -> Any:
     return minhash
 
 
-_CHUNK = 1 << 22  # numbers that are collected before equal ones are joined
+_CHUNK = 1 << 22  # hashes collected before duplicates are removed
 _HEADER_BYTES = 128  # of a .npy file
 
 
 def ngram_hashes(text: str, ngram_chars: int) -> NDArray[np.uint64]:
     """Returns a hash of each n-gram of the letters and digits of a text: uint64 [characters - n + 1], or empty.
 
-    A hash is the sum, modulo 2^64, of mixed code points times a random odd weight for each place. Two n-grams are equal
-    in it with a chance of about 2^-63.
+    A hash is the sum modulo 2^64 of mixed code points, times a random odd weight for each position. The chance of a
+    collision of two n-grams is about 2^-63.
     """
     letters = without_marks(compared_form(text))
     codes = np.frombuffer(letters.encode("utf-32-le"), dtype="<u4").astype(np.uint64)
@@ -187,10 +187,10 @@ def ngram_hashes(text: str, ngram_chars: int) -> NDArray[np.uint64]:
 
 
 def hashes_of_set(named: NamedSet, ngram_chars: int, tally: Tally) -> Iterator[NDArray[np.uint64]]:
-    """Yields the hashes of each text of a named set that has some, and counts all texts.
+    """Yields the hashes of each text of a named set, and counts texts. A text without an n-gram is counted as removed.
 
     Raises:
-        UserError: no text has an n-gram, so that the set would protect nothing.
+        UserError: no text has an n-gram, so the set would protect nothing.
     """
     for row in read_set(named):
         tally.documents += 1
@@ -217,7 +217,7 @@ def _weights(count: int) -> NDArray[np.uint64]:
 
 
 def _mixed(codes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Code points are small numbers, which differ in few bits: this spreads them (the finalizer of SplitMix64)."""
+    """Spreads code points over 64 bits (the finalizer of SplitMix64): small numbers differ in few bits."""
     mixed = (codes + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(27)
     mixed *= np.uint64(0x94D049BB133111EB)
@@ -225,13 +225,14 @@ def _mixed(codes: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def write_index(file: Path, hashes: Iterable[NDArray[np.uint64]]) -> None:
-    """Writes the different hashes in order, atomically. Memory: 8 bytes for each different one, twice while sorting."""
+    """Writes the unique hashes, sorted, atomically. Memory: 8 bytes for each unique hash, twice that while sorting."""
     joined = np.empty(0, dtype=np.uint64)
     waiting: list[NDArray[np.uint64]] = []
     count = 0
     for each in hashes:
         waiting.append(each)
         count += len(each)
+        # A merge sorts all joined hashes again. Waiting for as many new ones keeps the total cost low.
         if count >= max(_CHUNK, len(joined)):
             joined, waiting, count = np.unique(np.concatenate([joined, *waiting])), [], 0
     joined = np.unique(np.concatenate([joined, *waiting]))
@@ -240,8 +241,8 @@ def write_index(file: Path, hashes: Iterable[NDArray[np.uint64]]) -> None:
 
 
 def read_index(file: Path) -> NDArray[np.uint64]:
-    """Returns the hashes of an index in order; they stay in the file until they are looked at."""
-    is_empty = file.stat().st_size <= _HEADER_BYTES  # nothing to map
+    """Returns the sorted hashes of an index, memory-mapped."""
+    is_empty = file.stat().st_size <= _HEADER_BYTES  # an empty file cannot be mapped
     index: NDArray[np.uint64] = np.load(file, mmap_mode=None if is_empty else "r")
     return index
 

@@ -1,15 +1,15 @@
-"""The folder of a corpus that is being built: where each stage writes, and which units are complete.
+"""The work folder of a corpus during its build: outputs of the stages, and marks of complete units.
 
     OUT.work/checksums.jsonl              of inputs, one by one as they are made for the plan
     OUT.work/plan.json                    recipe, inputs and checksums
     OUT.work/STAGE/...                    what a stage writes
     OUT.work/done/STAGE/00003.json        unit 3 of a stage is complete; holds what it counted
 
-A unit is complete when its file in ``done`` exists. That file is written atomically after all that the unit writes, and
-a unit always writes the same bytes: an interrupted unit is done again, and nothing else is lost.
+A unit is complete when its file in ``done`` exists. This file is written atomically after all output of the unit. A
+unit always writes the same bytes, so an interrupted unit is simply run again.
 
-A trained model may score how well captions describe their pictures. Models lie above the data in the order of imports,
-so the caller passes the function that opens one.
+A trained model may score how well captions describe their images. This package must not import models, so the caller
+passes a function to open one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Work:
     """A work folder with its recipe and plan.
 
     Args:
-        folder: a work folder that ``prepare`` made.
-        open_scorer: opens the recipe's ``matching_model``; for a recipe that has one.
+        folder: a work folder made by ``prepare``.
+        open_scorer: opens the recipe's ``matching_model``; needed only if the recipe has one.
 
     Raises:
         UserError: there is no plan.
@@ -64,24 +64,24 @@ class Work:
         return sum(self.plan.kind(part) == "text" for part in self.plan.parts)
 
     def documents(self, part: int) -> Path:
-        """The cleaned documents of a part."""
+        """File of the cleaned documents of a part."""
         return self.folder / "clean" / f"{part:05d}.parquet"
 
     def fetched(self, part: int) -> Path:
-        """The remote files of a part while they are read."""
+        """Folder of the remote files of a part while they are read."""
         return self.folder / "fetched" / f"{part:05d}"
 
     @property
     def pictures(self) -> Path:
-        """Keys and thumbnails of the pictures of all parts, and the near duplicates among them."""
+        """Folder of keys and thumbnails of all images, and of the near duplicates among them."""
         return self.folder / "pictures"
 
     def scores(self, part: int) -> Path:
-        """How well the captions of a part describe their pictures."""
+        """File of the match scores of a part's captions and images."""
         return self.folder / "match" / f"{part:05d}.npy"
 
     def min_match(self, part: int) -> float:
-        """The least of these scores that is kept; 0: none is asked for."""
+        """Returns the smallest accepted match score of a part; 0: no scores are needed."""
         planned = self.plan.parts[part]
         if planned.input in self.plan.sets or self.plan.kind(planned) == "text":
             return 0.0
@@ -89,10 +89,10 @@ class Work:
 
     @cached_property
     def scorer(self) -> PictureScorer:
-        """The model that compares pictures with captions.
+        """The model for image-text matching.
 
         Raises:
-            UserError: it is missing, or another one than when the corpus was begun.
+            UserError: the model is missing, or has changed since the corpus was begun.
         """
         assert self.open_scorer is not None
         assert self.recipe.matching_model is not None
@@ -105,7 +105,7 @@ class Work:
         return scorer
 
     def decisions(self, part: int) -> Path:
-        """Which documents of a part are copies, and of what."""
+        """File of the status of each document of a part, and of the kept document of each copy."""
         return self.folder / "select" / f"{part:05d}.npz"
 
     def is_done(self, stage: str, unit: int) -> bool:
@@ -113,17 +113,17 @@ class Work:
         return self._marker(stage, unit).exists()
 
     def missing(self, stage: str, units: int) -> list[int]:
-        """Returns the units of a stage that are not complete."""
+        """Returns the incomplete units of a stage."""
         folder = self.folder / "done" / stage
         done = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
         return [unit for unit in range(units) if self._marker(stage, unit).name not in done]
 
     def mark_done(self, stage: str, unit: int, tally: Tally) -> None:
-        """Says that a unit is complete, and what it counted."""
+        """Marks a unit as complete, and stores its counts."""
         files.write_text(self._marker(stage, unit), tally.model_dump_json() + "\n")
 
     def tally(self, stage: str, unit: int) -> Tally:
-        """Returns what a complete unit counted."""
+        """Returns the counts of a complete unit; UserError if its file is damaged."""
         marker = self._marker(stage, unit)
         try:
             return Tally.model_validate_json(marker.read_bytes())
@@ -140,36 +140,37 @@ def work_folder(out: Path) -> Path:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the last unit of the corpus with this work folder is marked: no job of it writes any more."""
+    """Whether the last unit of this work folder is complete: no job writes to it any more."""
     return (folder / "done" / "finish" / "00000.json").exists()
 
 
 def prepare(folder: Path, plan: Plan, open_scorer: OpenScorer | None = None) -> Work:
-    """Begins a work folder, or continues the one of the same plan.
+    """Begins a work folder, or continues one with the same plan.
 
     Args:
         folder, open_scorer: as in ``Work``.
-        plan: what is made in it.
+        plan: the plan of the corpus.
 
     Raises:
-        UserError: the folder belongs to another recipe, or an input has changed since.
+        UserError: the folder belongs to another recipe, or an input has changed since it was begun.
     """
     file = folder / PLAN_NAME
     if file.exists():
         begun = load_plan(file)
         if begun.contents() != plan.contents():
             raise UserError(f"{folder} was begun with {_difference(begun, plan)}; remove it to begin anew")
-    elif (done := folder / "done").exists():  # by the last job of another corpus, which marks its end at the very end
+    elif (done := folder / "done").exists():  # left by the last job of another corpus
         shutil.rmtree(done)
-    # Also over an equal plan: files may have the contents of before and another time, by which tasks know them.
+    # Written even over an equal plan: tasks compare file times, and a file may have a new time and the same contents.
     files.write_text(file, plan.model_dump_json(indent=2) + "\n")
     return Work(folder, open_scorer)
 
 
 def remove(folder: Path) -> None:
-    """Removes a work folder; if it has logs, all but these.
+    """Removes a work folder, except its logs.
 
-    The marks of complete units go before what they stand for, and the plan, by which another corpus is refused, last.
+    Marks of complete units are removed before the outputs they describe. The plan is removed last, since it makes
+    another corpus refuse the folder.
     """
     shutil.rmtree(folder / "done", ignore_errors=True)
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -178,7 +179,7 @@ def remove(folder: Path) -> None:
         elif path.name not in ("logs", PLAN_NAME):
             path.unlink()
     (folder / PLAN_NAME).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it has logs, or is not there
+    with contextlib.suppress(OSError):  # the folder has logs, or is gone
         folder.rmdir()
 
 
@@ -197,31 +198,31 @@ def _difference(begun: Plan, plan: Plan) -> str:
     return f"other inputs: {next(iter(before))} is gone" if before else "other versions of its inputs"
 
 
-_SCORED = 512  # pictures at a time: always the same ones together, whatever the number of tasks
+_SCORED = 512  # images of a batch: the batches do not depend on the number of tasks
 
 
 class PictureScorer(Protocol):
-    """A model that compares pictures with captions.
+    """A model for image-text matching.
 
     Attributes:
-        identity: checksum of what determines the scores.
+        identity: checksum of everything that determines the scores.
     """
 
     identity: str
 
     def __call__(self, pictures: Sequence[bytes], captions: Sequence[str]) -> NDArray[np.float64]:
-        """Returns the probability that each caption describes its picture file, float64 [N]."""
+        """Returns the probability that each caption describes its image file, float64 [N]."""
         ...
 
 
 OpenScorer = Callable[[Path], PictureScorer]
 
 
-"""Opens the model of a folder. Other processes get it pickled, so it is a function or a class of a module."""
+"""Opens the model in a folder. It is pickled for other processes, so it must be a function or class of a module."""
 
 
 def score_part(work: Work, part: int) -> Tally:
-    """Writes the scores of the pictures of a part whose input has a threshold: float64 [documents]."""
+    """Writes the match scores of a part's images, float64 [documents]; nothing if its input has no threshold."""
     if work.min_match(part) > 0:
         scores = [np.empty(0, dtype=np.float64)]
         documents = read_documents(work.documents(part))
@@ -234,7 +235,7 @@ def score_part(work: Work, part: int) -> Tally:
 
 
 def mismatched(work: Work, part: int, documents: int) -> NDArray[np.bool_]:
-    """Returns which documents of a part have a caption that does not describe the picture, bool [documents]."""
+    """Returns whether the caption of each document is below the match threshold, bool [documents]."""
     threshold = work.min_match(part)
     if threshold == 0:
         return np.zeros(documents, dtype=bool)

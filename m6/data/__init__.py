@@ -1,1 +1,1 @@
-"""Data sets: sources, Parquet shards with a manifest, the pretraining objectives and their batches."""
+"""Data sets: sources, Parquet shards with a manifest, training objectives and their batches."""

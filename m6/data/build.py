@@ -34,23 +34,23 @@ from m6.data.splitting import Grouping, SplitRules, split_rows
 from m6.errors import UserError, nearest
 from m6.lock import new_folder
 
-_LISTED_UNREAD = 8  # kinds of members that a message names
-NAMED_SKIPS = 3  # rows of each reason that a message names
-CHUNK_ROWS = 32  # rows sent to a worker process at once, which amortises the cost of pickling
+_LISTED_UNREAD = 8  # kinds of members named in a message
+NAMED_SKIPS = 3  # rows of each reason named in a message
+CHUNK_ROWS = 32  # rows sent to a worker process at once, to amortise the cost of pickling
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSettings:
-    """Settings that determine the contents of a data folder.
+    """Settings of a data folder's contents.
 
     Attributes:
-        image_size: longest side of a stored picture in pixels.
+        image_size: longest side of a stored image in pixels.
         passage_chars: longest text in characters.
         limit: maximum number of rows of each source; None for no limit.
-        limits: maximum number of rows of single sources; it takes precedence over ``limit``.
+        limits: maximum number of rows by source name; takes precedence over ``limit``.
         validation_share: share of the groups in the validation split.
         test_share: share of the groups in the test split.
-        max_bad_share: largest share of bad rows of a source before the build fails.
+        max_bad_share: largest accepted share of bad rows of a source; above it the build fails.
 
     Raises:
         UserError: a number is out of range, or the shares leave no training data.
@@ -88,7 +88,7 @@ def build(sources: list[Source], out: Path, settings: BuildSettings, workers: in
         sources: the sources, each with a different name.
         out: the folder to make.
         settings: sizes, limits and splits.
-        workers: processes that convert pictures.
+        workers: number of processes to convert images.
 
     Returns:
         The manifest, and whether the folder was built: False if ``out`` held the same data set already.
@@ -105,7 +105,7 @@ def build(sources: list[Source], out: Path, settings: BuildSettings, workers: in
             raise UserError(f'a limit for "{name}", which is not among the sources{nearest(name, names)}')
     out = out.resolve()
     origins = {source.name: source.origin() for source in sources}
-    # max_bad_share decides only whether the build fails, so it is no part of the data set's identity.
+    # max_bad_share is excluded: it decides only whether the build fails.
     recipe = {name: value for name, value in asdict(settings).items() if name != "max_bad_share" and value != {}}
     if (existing := _existing(out, recipe, origins)) is not None:
         return existing, False
@@ -120,7 +120,7 @@ def build(sources: list[Source], out: Path, settings: BuildSettings, workers: in
                     )
                 except _TooManyBadRows as error:
                     skipped.flush()
-                    shutil.copyfile(partial / SKIPPED_NAME, refused)  # the folder goes
+                    shutil.copyfile(partial / SKIPPED_NAME, refused)  # the partial folder is removed
                     raise UserError(f"{error}; nothing was written but the list of skipped rows, {refused}") from None
         refused.unlink(missing_ok=True)
         Manifest(recipe=recipe, sources=entries).save(partial)
@@ -128,11 +128,11 @@ def build(sources: list[Source], out: Path, settings: BuildSettings, workers: in
 
 
 class _TooManyBadRows(UserError):
-    """A source that is refused for its bad rows."""
+    """A source has too many bad rows."""
 
 
 def _existing(out: Path, recipe: dict[str, Any], origins: dict[str, list[Origin]]) -> Manifest | None:
-    """The manifest of ``out`` if it is this data set, None if there is nothing; UserError if it is something else."""
+    """Returns the manifest of ``out`` if it is this data set, None if it is empty; else raises UserError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     existing = Manifest.load(out) if (out / MANIFEST_NAME).is_file() else None
@@ -148,7 +148,6 @@ def _is_same_data(manifest: Manifest, recipe: dict[str, Any], origins: dict[str,
 def _build_source(
     source: Source, origin: list[Origin], folder: Path, settings: BuildSettings, workers: int, skip_list: IO[str]
 ) -> SourceEntry:
-    """Writes the shards of one source."""
     skipped: collections.Counter[str] = collections.Counter()
     examples: dict[str, list[str]] = collections.defaultdict(list)
     limit = settings.limits.get(source.name, settings.limit)
@@ -218,7 +217,7 @@ def _build_source(
 def _warn_of_splits(
     source: Source, splits: dict[Split, SplitEntry], grouping: Grouping, settings: BuildSettings
 ) -> None:
-    """Says what a user would not expect of a split: that it is empty, or that it shares data with training."""
+    """Warns of empty splits, grouped rows, and splits with data in common with training."""
     name, own = source.name, source.own_splits
     if grouping.rows:
         _warn(f"{name}: {grouping.rows} pictures in {grouping.groups} groups of equal captions or pictures")
@@ -236,7 +235,8 @@ def _warn_of_splits(
     shares = {"validation": settings.validation_share, "test": settings.test_share}
     for split in ("validation", "test"):
         if not splits[split].rows and shares[split]:
-            # Beside splits of its own a source gives no test rows, and validation rows only where it has none.
+            # A source with its own splits gives no further test rows; it gives validation rows only if it has no
+            # validation split.
             if own if split == "test" else split in own:
                 advice = f"its own splits ({', '.join(sorted(own))}) are kept as they are"
             else:
@@ -251,9 +251,9 @@ def _warn(message: str) -> None:
 def _checked(
     rows: Iterable[Row], kind: SourceKind, settings: BuildSettings, workers: int
 ) -> Iterator[tuple[Row, str | None]]:
-    """Checks rows and keeps their order. Rows with pictures are checked by worker processes.
+    """Checks rows and keeps their order. Rows with images are checked by worker processes.
 
-    At most ``4 * workers`` chunks are in flight, so memory is bounded for a source of any length.
+    At most ``4 * workers`` chunks are in flight, to bound the memory for a source of any length.
     """
     # Checking a text costs less than sending it to another process.
     if workers == 1 or kind in ("text", "labelled_text"):

@@ -1,7 +1,7 @@
-"""What a model that draws has read: the text pieces of its training captions, and which character follows which.
+"""The training captions of a text-to-image model: their text pieces, and their pairs of neighbouring characters.
 
-It tells whether a caption is made of what the model knows. Combinations of known words are not looked for, because
-models compose them: a left-out colour of a known shape has no unknown piece and no unknown pair of characters.
+The record shows whether the model knows the parts of a new caption. New combinations of known words are not reported,
+because models compose them: an unseen colour of a known shape has no unknown piece or pair.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from m6.validation import Section
 if TYPE_CHECKING:
     from m6.tokenizers.text import M6Tokenizer
 
-_EXAMPLES, _FOUND, _INSTEAD = 8, 4, 3  # captions that are kept; findings and characters that a message names
+_EXAMPLES, _FOUND, _INSTEAD = 8, 4, 3  # stored captions; findings and characters named in a message
 _EDGE = ""  # stands before the first and after the last character of a caption
 
 
@@ -24,10 +24,10 @@ class SeenCaptions(Section):
     """The record of the training captions.
 
     Attributes:
-        rows: captions that were read.
-        pieces: the text pieces that occur.
-        following: the characters that follow each character, the commonest first. "" is the edge of a caption: its key
-            lists first characters, and in a list it says that a caption ends there.
+        rows: number of captions.
+        pieces: text pieces of the captions.
+        following: for each character, its next characters in the captions, the commonest first. "" is the edge of a
+            caption: as a key it lists first characters, in a list it is the end of a caption.
         examples: the commonest caption of each source.
     """
 
@@ -38,7 +38,7 @@ class SeenCaptions(Section):
     examples: list[str]
 
     def unseen(self, tokenizer: M6Tokenizer, caption: str) -> list[str]:
-        """Describes each piece and each pair of characters of a caption that no training caption has."""
+        """Describes each piece and each pair of characters of a caption without an example in training."""
         ids, known = tokenizer.encode_ids(caption), set(self.pieces)
         new = [piece for piece in _text_pieces(tokenizer, dict.fromkeys(ids)) if piece not in known]
         found, named = [_shown(piece) for piece in new], {*"".join(new).replace("▁", " ")}
@@ -51,7 +51,7 @@ class SeenCaptions(Section):
         return found
 
     def warning(self, tokenizer: M6Tokenizer, caption: str) -> str | None:
-        """Says in one line what of a caption the model never read, and what to write instead; None: nothing."""
+        """Returns a line about the unseen parts of a caption with advice; None if there are none."""
         found = self.unseen(tokenizer, caption)
         if not found:
             return None
@@ -63,7 +63,7 @@ class SeenCaptions(Section):
         )
 
     def with_those_of(self, other: SeenCaptions) -> SeenCaptions:
-        """Returns the record of a model that has learned from the captions of both; the own ones come first."""
+        """Returns the record of a model trained on the captions of both records; this one's come first."""
         keys = dict.fromkeys([*self.following, *other.following])
         return SeenCaptions(
             rows=self.rows + other.rows,
@@ -78,7 +78,7 @@ class SeenCaptions(Section):
 def describe_captions(
     tokenizer: M6Tokenizer, sources: Mapping[str, Iterable[str]], max_tokens: int | None = None
 ) -> SeenCaptions:
-    """Makes the record of the captions of each source, of which the model reads the first ``max_tokens`` tokens."""
+    """Makes the record of the captions of each source, cut to ``max_tokens`` tokens as for the model."""
     pieces: set[str] = set()
     pairs: collections.Counter[tuple[str, str]] = collections.Counter()
     examples, rows = [], 0
@@ -98,13 +98,13 @@ def describe_captions(
 
 
 def _text_pieces(tokenizer: M6Tokenizer, ids: Iterable[int]) -> list[str]:
-    """The pieces of ids, without the bytes that stand for characters without a piece."""
+    """The pieces of ids, without byte tokens (bytes of characters without a piece)."""
     model = tokenizer.sp_model
     return [model.id_to_piece(token) for token in ids if not model.is_byte(token)]
 
 
 def _pairs(tokenizer: M6Tokenizer, ids: list[int]) -> list[tuple[str, str]]:
-    """The pairs of neighbouring characters of a text, its edges among them."""
+    """The pairs of neighbouring characters of a text, its edges included."""
     return list(itertools.pairwise([_EDGE, *tokenizer.sp_model.decode(ids), _EDGE]))
 
 

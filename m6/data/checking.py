@@ -1,4 +1,4 @@
-"""Checks one row of a source: cleans its text, converts its picture, and says why it cannot be used."""
+"""Checks one row of a source: cleans its text, converts its image, and gives the reason if it is unusable."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from m6.data.sources.base import Row
 from m6.data.sources.pictures import BadPicture, encode
 from m6.data.sources.text import clean
 
-# Unicode's normal forms sort combining marks in quadratic time: 100,000 in a row take 8 s. Texts have at most a few.
+# Unicode normalisation sorts combining marks in quadratic time: 100,000 in a row take 8 s. Real texts have few.
 _MAX_MARKS = 1000
 _NO_LETTERS = re.compile(r"[^\w\s]+")
 
 
 def check_row(row: Row, kind: SourceKind, *, max_chars: int, image_size: int = 64) -> tuple[Row, str | None]:
-    """Cleans the text of a row and converts its picture.
+    """Cleans the text of a row and converts its image.
 
     Args:
         row: a row of a source.
         kind: kind of the source.
         max_chars: longest text in characters.
-        image_size: longest side of the converted picture in pixels.
+        image_size: longest side of the converted image in pixels.
 
     Returns:
-        The converted row, and the reason why it cannot be used; None if it can.
+        The converted row, and the reason if it is unusable; else None.
     """
-    # Names of files may hold bytes that are not UTF-8, which neither Parquet nor JSON can write.
+    # File names may contain bytes outside UTF-8. Neither Parquet nor JSON can write them.
     group = None if row.group is None else _printable(row.group)
     row = dataclasses.replace(row, id=_printable(row.id), group=group)
     if row.problem:

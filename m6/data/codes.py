@@ -1,11 +1,11 @@
-"""Image codes of a data folder's pictures, stored per image tokenizer.
+"""Image codes of a data folder's images, stored per image tokenizer.
 
     DATA/codes/CHECKSUM16/manifest.json
     DATA/codes/CHECKSUM16/{train,validation,test}/{source}-00000.parquet ...
 
 CHECKSUM16 is the first 16 characters of the image tokenizer's checksum, so a data folder can hold the codes of several
 tokenizers. Each shard of codes corresponds to the data shard of the same name. It has the same rows in the same order:
-the row's id and its N codes, or null if the picture cannot be decoded.
+the row's id and its N codes, or null if the image cannot be decoded.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from m6.tokenizers.image import ImageTokenizer
 
 CODES_FOLDER = "codes"
-_SOME_TOKENIZER = "IMAGE_TOKENIZER"  # in messages, where its folder is not known
+_SOME_TOKENIZER = "IMAGE_TOKENIZER"  # in messages, if its folder is unknown
 _METADATA_KEY = b"m6.image_tokenizer"
-_GROUP_ROWS = 1024  # of a row group
-_FOLDER_CHARACTERS = 16  # of the checksum in a folder's name; manifest and shards hold all 64
+_GROUP_ROWS = 1024  # rows of a row group
+_FOLDER_CHARACTERS = 16  # of the checksum in a folder's name; manifest and shards contain all 64
 
 
 class CodesManifest(BaseModel):
@@ -67,28 +67,27 @@ def write_codes(
     max_bad_share: float = 0.01,
     device: torch.device | None = None,
 ) -> tuple[Path, CodesManifest]:
-    """Encodes the pictures of all splits of the sources and writes their codes.
+    """Encodes the images of all splits of the sources and writes their codes.
 
     If the folder already holds codes of this tokenizer for all data shards, nothing is done. Otherwise the folder is
-    written under a temporary name, to which the codes of splits that have not changed are copied, and renamed when it
-    is complete. Pictures that cannot be decoded get no codes; they are counted in the manifest and listed in
-    ``skipped.jsonl``.
+    written under a temporary name and renamed when it is complete. Codes of unchanged splits are copied. Undecodable
+    images get no codes; the manifest counts them and ``skipped.jsonl`` lists them.
 
     Args:
         manifest: manifest of the data folder.
         tokenizer: image tokenizer in evaluation mode, on ``device``.
-        sources: sources to encode in addition to those that already have codes. By default all sources with pictures
-            and captions.
-        batch_size: pictures encoded at once.
-        max_bad_share: largest share of bad pictures of a source before it is an error.
+        sources: sources to encode; sources with codes are kept as well. By default all sources with images and
+            captions.
+        batch_size: images encoded at once.
+        max_bad_share: largest accepted share of bad images of a source.
         device: device of the tokenizer; by default the CPU.
 
     Returns:
         The folder of the codes and its manifest.
 
     Raises:
-        UserError: a source is unknown or has no pictures, or too many of its pictures are bad.
-        StorageError: old codes cannot be read, and may be whole.
+        UserError: a source is unknown or has no images, or too many of its images are bad.
+        StorageError: storage failed; old codes may be whole.
     """
     from m6.data.pictures import picture_sources
 
@@ -96,15 +95,15 @@ def write_codes(
     folder = codes_folder(manifest, checksum)
     existing = load_codes_manifest(manifest, checksum) if has_codes(manifest, checksum) else None
     names = picture_sources(manifest, sources)
-    if existing is not None:  # sources with codes stay in the set, unless the data folder no longer has them
+    if existing is not None:  # sources with codes stay, unless the data folder has lost them
         names = list(dict.fromkeys([*(name for name in existing.sources if name in manifest.sources), *names]))
     shards = {
         shard.file: shard.sha256 for name in names for split in SPLITS for shard in manifest.split(name, split).shards
     }
-    # The checksums of the data shards tell whether the pictures are still those that were encoded.
+    # Equal checksums of the data shards mean that the images have not changed since they were encoded.
     if existing is not None and existing.data.items() >= shards.items():
         return folder, existing
-    # Old codes are of fewer sources or of pictures that have changed.
+    # The old codes lack a source, or some images have changed.
     with new_folder(folder, replaces=True) as partial:
         entries, skipped = {}, {}
         with (partial / SKIPPED_NAME).open("w", encoding="utf-8") as skip_list:
@@ -155,7 +154,8 @@ class Codes:
         tokenizer: its folder or its name on the Hub, for messages.
 
     Raises:
-        UserError: there are no codes of this tokenizer, a shard is damaged, or the pictures have changed since.
+        UserError: there are no codes of this tokenizer, a shard is damaged, or the images have changed since
+            encoding.
         StorageError: a shard cannot be read.
     """
 
@@ -180,7 +180,7 @@ class Codes:
             raise
         except UserError as error:
             raise UserError(f"{error}; {remedy}") from None
-        # The shards name their tokenizer too, so that a folder with a manifest from elsewhere is detected.
+        # The shards name their tokenizer too: this detects a manifest copied from another folder.
         for shard in entry.shards[:1]:
             recorded = json.loads((pq.read_schema(folder / shard.file).metadata or {}).get(_METADATA_KEY, b"{}"))
             if recorded.get("checksum") != checksum:
@@ -193,7 +193,7 @@ class Codes:
         return len(self._rows)
 
     def __getitem__(self, row: int) -> np.ndarray | None:
-        """Returns the int32 codes ``[N]`` of a row, or None if its picture could not be decoded."""
+        """Returns the int32 codes ``[N]`` of a row, or None if its image could not be decoded."""
         codes = self._rows[row]["codes"]
         return None if codes is None else np.array(codes, np.int32)
 
@@ -213,10 +213,10 @@ def has_codes(manifest: Manifest, checksum: str) -> bool:
 
 
 def load_codes_manifest(manifest: Manifest, checksum: str, tokenizer: str = _SOME_TOKENIZER) -> CodesManifest:
-    """Reads the manifest of one image tokenizer's codes; ``tokenizer`` is its folder or name, for messages.
+    """Reads the manifest of one image tokenizer's codes. ``tokenizer`` is its folder or name, for messages.
 
     Raises:
-        UserError: there are no codes of this tokenizer; the message names the tokenizers that have codes.
+        UserError: there are no codes of this tokenizer; the message names tokenizers with codes.
     """
     folder = codes_folder(manifest, checksum)
     if not has_codes(manifest, checksum):
@@ -227,7 +227,7 @@ def load_codes_manifest(manifest: Manifest, checksum: str, tokenizer: str = _SOM
             f"{_remedy(manifest, tokenizer)}"
         )
     loaded = _load(folder)
-    # The folder's name has only the first characters of the checksum.
+    # The folder's name contains only the first characters of the checksum.
     if loaded.tokenizer != checksum:
         raise UserError(f"{folder} holds codes of the image tokenizer {loaded.tokenizer}, expected {checksum}")
     return loaded
@@ -253,7 +253,7 @@ def _write_source(
     skip_list: Any,
     existing: CodesManifest | None,
 ) -> tuple[dict[str, SplitEntry], collections.Counter[str]]:
-    """Writes the codes of one source; returns its splits and the number of bad pictures by reason."""
+    """Writes the codes of one source. Returns its splits and the number of bad images by reason."""
     metadata = {"checksum": checksum, "codebook_size": tokenizer.codebook_size}
     schema = pa.schema(
         [pa.field("id", pa.string(), nullable=False), pa.field("codes", pa.list_(pa.int32(), tokenizer.num_codes))],
@@ -307,10 +307,10 @@ def _write_source(
 def _take_over(
     manifest: Manifest, source: str, split: str, existing: CodesManifest, folder: Path
 ) -> tuple[SplitEntry, list[dict[str, str]]] | None:
-    """Copies the old codes of a split whose pictures have not changed to ``folder``.
+    """Copies the old codes of a split to ``folder`` if its images have not changed.
 
     Returns:
-        The split and its bad pictures, as in ``skipped.jsonl``; None if it has to be encoded.
+        The split and its bad images, as in ``skipped.jsonl``; None if the split must be encoded.
     """
     shards, entry = manifest.split(source, split).shards, existing.sources.get(source, {}).get(split)
     changed = any(existing.data.get(shard.file) != shard.sha256 for shard in shards)
@@ -334,7 +334,7 @@ def _take_over(
 def _encode(
     tokenizer: ImageTokenizer, images: list[bytes | None], device: torch.device
 ) -> tuple[list[list[int] | None], dict[int, str]]:
-    """Returns the codes of each picture, None for a bad one, and the reason for each index of a bad one."""
+    """Returns the codes of each image, None for a bad one, and the reasons by index of bad images."""
     from m6.data.pictures import decode_batch, to_unit_range
 
     pixels, good, bad = decode_batch(images, tokenizer.image_size)

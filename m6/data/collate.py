@@ -18,7 +18,7 @@ from m6.tokenizers.text import M6Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """The tensors of one micro-batch: B rows of S tokens, and N pictures. Integer tensors are int64.
+    """The tensors of one micro-batch: B rows of S tokens, and N images. Integer tensors are int64.
 
     A row can hold several samples. ``sample_ids`` numbers the samples of a row from 1 and is 0 at padding; attention
     stays within a sample.
@@ -27,15 +27,15 @@ class MicroBatch:
     input_ids: Tensor
     """[B, S], ``<pad>`` at padding"""
     token_type_ids: Tensor
-    """[B, S]: 0 for pictures and padding, 1 for what is read in both directions (the source, and targets that are
-    predicted in place), 2 for the target including its ``<bos>``"""
+    """[B, S]: 0 for images and padding, 1 for tokens with bidirectional attention (the source, and targets predicted
+    in place), 2 for other targets including their ``<bos>``"""
     position_ids: Tensor
-    """[B, S]: counted from 0 separately in the picture, the source and the target of each sample"""
+    """[B, S]: counted from 0 separately in the image, the source and the target of each sample"""
     sample_ids: Tensor
     """[B, S]"""
     labels: Tensor
-    """[B, S], aligned with input_ids (the model shifts them); -100 except at target tokens after ``<bos>``. A token
-    that is predicted in place has its label one position later"""
+    """[B, S], aligned with input_ids (the model shifts them); -100 except at target tokens after ``<bos>``. The label
+    of a token predicted in place stands one position later"""
     objective_ids: Tensor
     """[B, S]: index in OBJECTIVES at labels, -1 elsewhere"""
     data_source_ids: Tensor
@@ -45,12 +45,12 @@ class MicroBatch:
     num_target_tokens: int
     """number of labels"""
     num_tokens: int
-    """number of tokens that are not padding"""
+    """number of tokens without padding"""
     num_samples: int
     num_token_pairs: int
     """sum of the squared sample lengths; the cost of attention is proportional to it"""
     bad_rows: list[str] = field(default_factory=list)
-    """``source:id: reason`` for each row that could not be used"""
+    """``source:id: reason`` of each unusable row"""
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Returns the micro-batch with its tensors on a device."""
@@ -58,7 +58,7 @@ class MicroBatch:
         return replace(self, **moved)
 
     def pin_memory(self) -> MicroBatch:
-        """Returns the micro-batch with its tensors in pinned memory, from which a GPU copies while it computes."""
+        """Returns the micro-batch with its tensors in pinned memory, so copies to a GPU overlap with computation."""
         pinned: dict[str, Any] = {name: t.pin_memory() for name, t in self.tensors().items()}
         return replace(self, **pinned)
 
@@ -73,7 +73,7 @@ class MicroBatch:
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Packs samples into rows by first-fit decreasing, which needs at most 11/9 of the optimal number of rows (+ 1).
+    """Packs samples into rows by first-fit decreasing: at most 11/9 of the optimal number of rows, plus 1.
 
     Args:
         lengths: tokens of each sample, at most ``capacity``.
@@ -96,7 +96,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _hidden(example: Example) -> np.ndarray:
-    """The indices of the target ids that are corrupted."""
+    """The indices of corrupted target ids."""
     corrupted = example.target_ids if example.corrupted_target_ids is None else example.corrupted_target_ids
     return np.flatnonzero(np.array(corrupted) != np.array(example.target_ids))
 
@@ -108,9 +108,9 @@ class Collator:
     Attributes:
         tokenizer: gives the ids of the special tokens.
         sequence_length: tokens of a row, padding included.
-        num_patches: placeholder tokens of a picture.
-        image_size: side of a picture in pixels.
-        packing: puts several samples into a row; without it each sample has its own row.
+        num_patches: placeholder tokens of an image.
+        image_size: side of an image in pixels.
+        packing: whether a row may hold several samples.
     """
 
     tokenizer: M6Tokenizer
@@ -126,7 +126,7 @@ class Collator:
 
         Args:
             examples: the examples of one micro-batch. For an empty list the result is one row of padding.
-            pictures: the decoded picture of each example, uint8 [image_size, image_size, 3], or None.
+            pictures: the decoded image of each example, uint8 [image_size, image_size, 3], or None.
             bad_rows: copied to the micro-batch.
 
         Raises:
@@ -159,26 +159,27 @@ class Collator:
                 input_ids[row, target] = tokenizer.bos_token_id
                 input_ids[row, labelled] = [*example.target_ids, tokenizer.eos_token_id]
                 token_type_ids[row, source:target] = SOURCE
-                # The types are the prefix-LM mask: what counts as source is read in both directions.
+                # The types define the prefix-LM mask: attention is bidirectional within the source type.
                 token_type_ids[row, target:end] = SOURCE if example.in_place else TARGET
-                # Picture, source and target have separate positions, so a target begins at 0 for any prompt length.
+                # Image, source and target have separate positions, so a target begins at 0 for any prompt length.
                 for first, last in ((begin, source), (source, target), (target, end)):
                     position_ids[row, first:last] = counter[: last - first]
                 sample_ids[row, begin:end] = number
                 if example.in_place:
                     hidden = _hidden(example)
-                    # The model shifts labels by one: a label after its place is predicted at its place.
+                    # The model shifts labels by one, so a label one position later is predicted at the token's own
+                    # position.
                     labelled = target + 2 + hidden
                     labels[row, labelled] = np.array(example.target_ids)[hidden]
                 else:
                     labels[row, labelled] = input_ids[row, labelled]
-                # After the labels were copied: the model reads corrupted ids but is trained on the true ones.
+                # After the labels are copied: the model reads corrupted ids and is trained on the true ones.
                 if example.corrupted_target_ids is not None:
                     input_ids[row, target + 1 : end - 1] = example.corrupted_target_ids
                 objective_ids[row, labelled] = example.objective_id
                 data_source_ids[row, labelled] = example.data_source_id
                 begin = end
-        # The model assigns pictures to placeholders in the order of the packed rows, not of the examples.
+        # The model assigns images to placeholders in the order of the packed rows, not of the examples.
         ordered = [pictures[index] for indices in rows for index in indices]
         return MicroBatch(
             input_ids=torch.from_numpy(input_ids),

@@ -3,7 +3,7 @@
     DATA/manifest.json
     DATA/{train,validation,test}/{source}-00000.parquet ...
 
-The manifest holds all row counts, byte counts and checksums, so readers never list or scan the folder.
+The manifest contains all row counts, byte counts and checksums. Readers never list or scan the folder.
 """
 
 from pathlib import Path, PurePosixPath
@@ -15,7 +15,7 @@ from m6 import files
 from m6.errors import UserError, nearest
 
 MANIFEST_NAME = "manifest.json"
-SKIPPED_NAME = "skipped.jsonl"  # rows that could not be used, with the reason
+SKIPPED_NAME = "skipped.jsonl"  # unusable rows, with the reason
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 SourceKind = Literal["text", "image_text", "vqa", "labelled_text"]
@@ -33,7 +33,7 @@ class Shard(_Entry):
         rows: number of its rows.
         bytes: size of the file.
         sha256: its checksum.
-        row_groups: rows of each of its row groups; None in folders of older versions, whose readers ask the file.
+        row_groups: rows of each row group; None in folders of older versions, where readers look into the file.
     """
 
     file: str
@@ -51,18 +51,18 @@ class Shard(_Entry):
     @field_validator("file")
     @classmethod
     def _stays_inside(cls, file: str) -> str:
-        # A manifest from elsewhere must not make a reader open files outside of the data folder.
+        # A foreign manifest must not make a reader open files outside the data folder.
         if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
             raise ValueError("leaves the data folder")
         return file
 
 
 class SharedRows(_Entry):
-    """How many rows of a held-out split share something with training rows of their source.
+    """Numbers of rows of a held-out split with something in common with training rows of their source.
 
     Attributes:
-        rows: rows that share any of the following.
-        picture: rows with an equal or nearly equal picture.
+        rows: rows with any of the following in common.
+        picture: rows with an equal or nearly equal image.
         text: rows with an equal caption or text.
         group: rows of the same group.
     """
@@ -78,9 +78,9 @@ class SharedRows(_Entry):
 
 
 class SplitEntry(_Entry):
-    """The shards of one split in reading order, their total rows and bytes, and what it shares with training.
+    """The shards of one split in reading order, their total rows and bytes, and its overlap with training.
 
-    ``shared`` is None for the training split and where nobody counted.
+    ``shared`` is None for the training split, and if the overlap was not counted.
     """
 
     rows: int = 0
@@ -95,14 +95,14 @@ class SplitEntry(_Entry):
 
 
 class Origin(_Entry):
-    """A package, file or Hub data set that a source was made from.
+    """The origin of a source: a package, a file or a Hub data set.
 
     Attributes:
         package: its name.
         version: its version or commit.
         licence: its licence.
-        sha256: checksum of the files that were read.
-        columns: of the user's own data: which column was read as "text", "image", "label", "split" or "group".
+        sha256: checksum of the read files.
+        columns: for the user's own data, the columns read as "text", "image", "label", "split" and "group".
     """
 
     package: str
@@ -116,14 +116,14 @@ class SourceEntry(_Entry):
     """One source.
 
     Attributes:
-        kind: which columns the rows have.
+        kind: kind of the rows, which determines their columns.
         licence: an SPDX expression if there is one.
-        origin: what the rows were made from.
-        own_splits: the splits that the source defined itself; None if nobody recorded it.
-        groups: the number of groups; rows of a group are in one split, unless the source defined its splits.
+        origin: origins of the rows.
+        own_splits: the splits defined by the source itself; None if not recorded.
+        groups: the number of groups. All rows of a group are in one split, unless the source defined its splits.
         splits: the shards.
         skipped: skipped rows by reason.
-        unread: what belongs to the rows and was not read, such as ".seg.png" of tars; None if there is nothing.
+        unread: counts of ignored members of rows by name, such as ".seg.png" of tars; None if there are none.
     """
 
     kind: SourceKind
@@ -137,7 +137,7 @@ class SourceEntry(_Entry):
 
 
 class Manifest(_Entry):
-    """The manifest of one data folder. ``recipe`` holds the settings that the folder was built with."""
+    """The manifest of one data folder. ``recipe`` holds the settings of its build."""
 
     format: Literal[1] = 1  # raised when the layout of the folder changes
     recipe: dict[str, Any] = {}
@@ -168,11 +168,11 @@ class Manifest(_Entry):
 
     @property
     def folder(self) -> Path:
-        """The folder from which the manifest was loaded, or to which it was saved."""
+        """The folder of the manifest's file."""
         return self._folder
 
     def shrunken(self, image_size: int) -> str | None:
-        """What to tell who reads pictures of ``image_size`` pixels a side, if smaller ones were kept; else None."""
+        """Returns a warning if the stored images are smaller than ``image_size`` pixels a side; else None."""
         kept = self.recipe.get("corpus", self.recipe).get("image_size")
         if not isinstance(kept, int) or kept >= image_size:
             return None

@@ -108,7 +108,7 @@ class ObjectivesSettings(Section):
 
     @property
     def decodings(self) -> list[Decoding]:
-        """The ways to draw for which they train a model, the default first."""
+        """The ways of decoding images trained by these objectives, the default first."""
         ways: dict[Decoding, ObjectiveSettings] = {
             "masked": self.image_code_denoising,
             "left_to_right": self.text_to_image,
@@ -117,7 +117,7 @@ class ObjectivesSettings(Section):
 
     @property
     def active(self) -> list[str]:
-        """The objectives that have a share of the samples."""
+        """The objectives with a share of the samples."""
         return [name for name in type(self).model_fields if self.of(name).weight > 0]
 
     def of(self, objective: str) -> ObjectiveSettings:

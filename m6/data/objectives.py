@@ -3,24 +3,24 @@
 Pretraining (section 3.3):
     text_denoising        corrupted text            -> the text
     language_modelling    nothing                   -> the text
-    image_captioning      picture                   -> the text
-    image_text_denoising  picture + corrupted text  -> the text
+    image_captioning      image                     -> the text
+    image_text_denoising  image + corrupted text    -> the text
 
-The paper does not give the mixing ratio, the mask ratio or the span lengths, so these are settings. Corruption
-follows BART (arXiv 1910.13461): each masked span is replaced by one ``<mask>``, and sentences are shuffled.
+The paper does not give the mixing ratio, the mask ratio or the span lengths, so these are settings. Corruption follows
+BART (arXiv 1910.13461): one ``<mask>`` replaces each masked span, and sentences are shuffled.
 
 Fine-tuning. These have weight 0 by default and can be mixed with pretraining:
 
-    text_to_image         text                      -> <boi>, the codes of its picture, <eoi>
+    text_to_image         text                      -> <boi>, the codes of its image, <eoi>
     text_classification   text (and its context)    -> its label
-    image_text_matching   picture + a text          -> whether the text describes the picture
-    image_code_denoising  text                      -> the hidden ones of the codes of its picture
+    image_text_matching   image + a text            -> whether the text describes the image
+    image_code_denoising  text                      -> the hidden codes of its image
     visual_question_answering
-                          picture + a question      -> the answer
+                          image + a question        -> the answer
     text_continuation     first half of a text      -> the rest
 
-The denoising of codes is M6-UFC's way to draw (arXiv 2105.14211) with MaskGIT's schedule (arXiv 2202.04200): the codes
-see each other in both directions, and all that are hidden are predicted at once.
+The denoising of codes follows M6-UFC (arXiv 2105.14211) with MaskGIT's schedule (arXiv 2202.04200). Attention between
+codes is bidirectional, and all hidden codes are predicted at once.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ if TYPE_CHECKING:
 def mask_spans(
     ids: list[int], rng: np.random.Generator, *, mask_ratio: float, mean_span_length: float, mask_id: int
 ) -> list[int]:
-    """Replaces random spans by one ``mask_id`` each, as BART's text infilling (arXiv 1910.13461) does.
+    """Replaces random spans by one ``mask_id`` each: BART's text infilling (arXiv 1910.13461).
 
     Exactly ``round(mask_ratio * len(ids))`` ids are removed, at least one. At least one id remains between two masks.
 
     Args:
         ids: token ids.
         rng: source of randomness.
-        mask_ratio: share of the ids that are removed.
+        mask_ratio: share of removed ids.
         mean_span_length: span lengths are 1 + Poisson(mean_span_length - 1).
         mask_id: id of ``<mask>``.
     """
     budget = max(1, round(mask_ratio * len(ids)))
     num_kept = len(ids) - budget
     ends = np.minimum(np.cumsum(1 + rng.poisson(mean_span_length - 1, size=budget)), budget)
-    # As many spans as fill the budget, but no more than there are gaps between kept ids. The last span is lengthened
-    # or cut so that the sum of the lengths is the budget.
+    # The number of spans fills the budget, but is at most the number of gaps between kept ids. The last span is
+    # lengthened or cut to make the lengths sum to the budget.
     num_spans = min(int(np.searchsorted(ends, budget)) + 1, num_kept + 1)
     lengths = np.diff(ends[:num_spans], prepend=0)
     lengths[-1] += budget - lengths.sum()
@@ -96,7 +96,7 @@ def hide_randomly(ids: list[int], rng: np.random.Generator, *, share: float, mas
     return masked.tolist()
 
 
-# A configuration that leaves fewer tokens for text is an error: a mask and a few tokens teach nothing.
+# A configuration with fewer tokens for text is an error: a mask and a few tokens teach nothing.
 MIN_TEXT_TOKENS = 8
 # Tokens reserved for an answer; a row with a longer answer is a bad row.
 MAX_ANSWER_TOKENS = 16
@@ -104,7 +104,7 @@ MATCH, NO_MATCH = "是", "不是"  # the answers of image_text_matching
 
 
 class BadRow(ValueError):
-    """A row that an objective cannot use; the message is the reason."""
+    """A row unusable for an objective; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ class Sample:
     answer: str | None = None
     context: str | None = None
     codes: Sequence[int] | None = None
-    """image codes of the picture, in ``[0, image_vocab_size)``"""
+    """image codes of the row, in ``[0, image_vocab_size)``"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +127,11 @@ class Example:
 
     Attributes:
         source_ids: token ids of the source.
-        target_ids: token ids that the model is trained to write.
-        corrupted_target_ids: model inputs at the positions of target_ids; None if they are the target_ids.
-        in_place: the target is read in both directions, and only what is corrupted is predicted, each id at its own
-            position. Otherwise each id is predicted from those before it.
-        image: picture file whose patches come first, or None.
+        target_ids: token ids of the target.
+        corrupted_target_ids: model inputs at the positions of target_ids; None if they equal target_ids.
+        in_place: attention in the target is bidirectional, and only corrupted ids are predicted, each at its own
+            position. Otherwise each id is predicted from the ids before it.
+        image: image file; its patches come first. None: no image.
         objective_id: index in OBJECTIVES.
         data_source_id: index of the row's source in the run's sources.
     """
@@ -188,7 +188,7 @@ def _mask_codes(
 
 def _hide_codes(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer, settings: Any) -> list[int]:
     boi, *codes, eoi = ids
-    # The share of hidden codes follows the schedule of drawing, which begins with all of them.
+    # The share of hidden codes follows the schedule of masked decoding, which begins with all codes hidden.
     share = math.cos(math.pi / 2 * rng.random())
     return [boi, *hide_randomly(codes, rng, share=share, mask_id=tokenizer.code_mask_token_id), eoi]
 
@@ -204,15 +204,15 @@ class _Objective:
     corrupt_target: Callable[[list[int], np.random.Generator, M6Tokenizer, Any], list[int] | None] = _keep_target
     """(target ids, random numbers, tokenizer, settings) -> model inputs at their positions; None: the target ids"""
     has_pixels: bool = False
-    """Whether an example begins with the patches of the picture."""
+    """Whether an example begins with the patches of the image."""
     num_texts: int = 1
-    """How many times an example contains the text, at most."""
+    """Most copies of the text in an example."""
     is_paired: bool = False
-    """Whether ``pair`` has to be applied to its rows first."""
+    """Whether ``pair`` must be applied to its rows first."""
     in_place: bool = False
     """See ``Example``."""
     asks: bool = False
-    """Whether the row's question stands for its text."""
+    """Whether the row's question takes the place of its text."""
 
     @property
     def has_codes(self) -> bool:
@@ -238,7 +238,7 @@ def _first_half(ids: list[int], rng: np.random.Generator, tokenizer: M6Tokenizer
 
 
 def _middle(ids: list[int], tokenizer: M6Tokenizer) -> int:
-    """Returns where the sentence begins whose beginning is nearest to the middle of a text."""
+    """Returns the beginning of a sentence nearest to the middle of a text; BadRow if there is only one sentence."""
     begins = list(itertools.accumulate(map(len, tokenizer.split_sentence_ids(ids))))[:-1]
     if not begins:
         raise BadRow("one sentence, which has no rest")
@@ -286,7 +286,7 @@ OBJECTIVES: tuple[str, ...] = tuple(_REGISTRY)
 
 
 def source_kind(objective: str) -> str:
-    """Returns the kind of source that an objective reads: "text", "image_text", "labelled_text" or "vqa"."""
+    """Returns the kind of an objective's sources: "text", "image_text", "labelled_text" or "vqa"."""
     return _REGISTRY[objective].kind
 
 
@@ -296,34 +296,34 @@ def reads_codes(objective: str) -> bool:
 
 
 def reads_pixels(objective: str) -> bool:
-    """Returns whether an objective reads the pictures of its rows."""
+    """Returns whether an objective reads the images of its rows."""
     return _REGISTRY[objective].has_pixels
 
 
 def is_in_place(objective: str) -> bool:
-    """Returns whether an objective's targets are read in both directions, see ``Example``."""
+    """Returns whether attention is bidirectional in an objective's targets, see ``Example``."""
     return _REGISTRY[objective].in_place
 
 
 def is_paired(objective: str) -> bool:
-    """Returns whether ``pair`` has to be applied to an objective's rows."""
+    """Returns whether ``pair`` must be applied to an objective's rows."""
     return _REGISTRY[objective].is_paired
 
 
 def pair(sample: Sample, other_text: str, rng: np.random.Generator) -> Sample:
-    """Keeps a row's text or, with probability 1/2, takes another row's; sets the answer to whether they match."""
+    """Replaces a row's text by another row's with probability 1/2, and sets the answer: match or no match."""
     text = sample.text if rng.random() < 0.5 else other_text
     return replace(sample, text=text, answer=MATCH if text == sample.text else NO_MATCH)
 
 
 def max_text_tokens(objective: str, sequence_length: int, num_patches: int, num_codes: int = 0) -> int:
-    """Returns the number of text tokens with which an example is at most ``sequence_length`` long.
+    """Returns the most text tokens of an example of at most ``sequence_length`` tokens.
 
     Args:
         objective: name of the objective.
         sequence_length: tokens of a row.
-        num_patches: patches of an input picture.
-        num_codes: codes of an output picture.
+        num_patches: patches of an input image.
+        num_codes: codes of an output image.
     """
     # Uncorrupted lengths are upper bounds: masking replaces spans by single tokens.
     space = sequence_length - 2  # <bos> and <eos>
@@ -340,7 +340,7 @@ def target_ids(objective: str, sample: Sample, tokenizer: M6Tokenizer, max_token
     """Returns the target ids of a row, without ``<bos>`` and ``<eos>``.
 
     Raises:
-        BadRow: the text is empty, or the objective needs image codes or an answer that the row does not have.
+        BadRow: the text is empty, or the row lacks image codes or an answer needed by the objective.
     """
     definition = _REGISTRY[objective]
     return definition.make_target(sample, _text_ids(objective, sample, tokenizer, max_tokens), tokenizer)
@@ -356,10 +356,10 @@ def make_example(
 ) -> Example:
     """Makes the training sequence of one row. The result depends only on the arguments and the state of ``rng``.
 
-    The text is cut to ``max_tokens`` before it is corrupted, so source and target come from the same tokens.
+    The text is cut to ``max_tokens`` before its corruption, so source and target come from the same tokens.
 
     Raises:
-        BadRow: the text is empty, or the objective needs a picture, codes or an answer that the row does not have.
+        BadRow: the text is empty, or the row lacks an image, codes or an answer needed by the objective.
     """
     definition, objective_settings = _REGISTRY[objective], settings.of(objective)
     ids = _text_ids(objective, sample, tokenizer, max_tokens)
@@ -379,13 +379,13 @@ def make_example(
 
 
 def context_ids(context: str | None, room: int, tokenizer: M6Tokenizer) -> list[int]:
-    """Returns what follows a text: ``<sep>`` and its context, cut to ``room`` tokens; nothing without a context."""
+    """Returns the tokens after a text: ``<sep>`` and its context, cut to ``room`` tokens; empty without a context."""
     ids = tokenizer.encode_ids(context or "", max(room - 1, 0))
     return [tokenizer.sep_token_id, *ids] if ids else []
 
 
 def text_to_read(objective: str, sample: Sample) -> str:
-    """Returns the text of a row that an objective reads: its question or its text."""
+    """Returns the text read by an objective: the row's question or its text."""
     return (sample.question or "") if _REGISTRY[objective].asks else sample.text
 
 

@@ -1,22 +1,22 @@
-"""The place of each sample in the data, without any state: its objective, its source, and its row in a shuffled order.
+"""Stateless shuffling: maps the number of a sample to its objective, its source and its row.
 
 Neighbouring rows are read together.
 
-Shards are read in blocks, which are their Parquet row groups of about 1 MiB. A split of up to ``OPEN_BLOCKS`` blocks
-fits into memory, and each epoch is a permutation of all its rows. A larger split is cut into lanes: contiguous ranges
-of rows of equal size. Each epoch of a lane takes its blocks in a random order, ``OPEN_BLOCKS / lanes`` at a time, and
-shuffles the rows of these. So about ``OPEN_BLOCKS`` blocks are open at once over all lanes, each block is read once in
-an epoch, and a rank that reads some of the lanes reads only their part of the split.
+A block is a Parquet row group of about 1 MiB. A split of up to ``OPEN_BLOCKS`` blocks fits into memory, and each epoch
+is a permutation of all its rows. A larger split is cut into lanes: contiguous ranges of rows of equal size. Each epoch
+of a lane takes its blocks in a random order, ``OPEN_BLOCKS / lanes`` at a time, and shuffles the rows of these. So
+about ``OPEN_BLOCKS`` blocks are open over all lanes, each block is read once in an epoch, and a rank reads only the
+part of the split in its lanes.
 
-A row follows from its lane and its position there alone, so any process can start at any position.
+A row depends only on its lane and its position in the lane, so any process can start at any position.
 
-Samples are numbered globally from 0. Each block of consecutive numbers holds the same count of each (objective,
-source) pair, in an order that is shuffled per block. Each epoch of a source is a permutation of all its rows. A run can
-therefore resume, or change its number of ranks and workers, with the number of the next sample alone.
+Samples are numbered globally from 0. Each block of consecutive numbers holds the same count of each (objective, source)
+pair, shuffled within the block. Each epoch of a source is a permutation of all its rows. Therefore the number of the
+next sample is all the state needed to resume a run, also with other numbers of ranks and workers.
 
-Sources that do not fit into memory are read in lanes: each step's samples are cut into equal
-contiguous parts, one for each lane. Ranks read contiguous parts of a step too, so each rank reads few lanes. The lanes
-take the pairs in the same order, each from another place of it: together they still hold the right count of each pair.
+Sources too large for memory are read in lanes: each step's samples are cut into equal contiguous parts, one for each
+lane. Ranks read contiguous parts of a step too, so each rank reads few lanes. The lanes take the pairs in the same
+cyclic order from different starting points, so together they hold the right count of each pair.
 """
 
 import functools
@@ -39,7 +39,7 @@ class RowOrder:
     Args:
         block_sizes: rows of each block of the split, in the order of the rows.
         key: epoch -> key of its permutations.
-        lanes: number of lanes, each of which is read by positions of its own.
+        lanes: number of lanes. Positions are counted separately in each lane.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RowOrder:
 
     def row(self, position: int, lane: int = 0) -> int:
         """Returns the row at a position of a lane."""
-        if self._fits_into_memory:  # the lanes take turns, so that all of them together read each row once in an epoch
+        if self._fits_into_memory:  # lanes are interleaved, so together they read each row once in an epoch
             epoch, index = divmod(position * self._lanes + lane, self.size)
             return permuted(index, self.size, self._key(epoch))
         first, end = (self.size * bound // self._lanes for bound in (lane, lane + 1))
@@ -74,7 +74,7 @@ class _LaneEpoch:
         epoch: its number.
         bounds: first row of each block of the lane, and the end of the last one.
         key: key of its permutations.
-        blocks_at_once: number of blocks whose rows are shuffled together.
+        blocks_at_once: number of blocks shuffled together.
     """
 
     def __init__(self, epoch: int, bounds: NDArray[np.int64], key: int, blocks_at_once: int) -> None:
@@ -97,8 +97,8 @@ class _LaneEpoch:
 def permuted(index: int, size: int, key: int) -> int:
     """Returns the image of ``index`` under a pseudorandom permutation of ``range(size)``, in constant memory.
 
-    A Feistel network permutes a range of ``4 ** n >= size`` numbers. Where the result is outside of ``range(size)``,
-    the network is applied again until it is inside (cycle walking).
+    A Feistel network permutes a range of ``4 ** n >= size`` numbers. A result outside ``range(size)`` goes through the
+    network again until it is inside (cycle walking).
 
     Args:
         index: in ``range(size)``.
@@ -119,7 +119,7 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 def mix(value: int) -> int:
-    """The finaliser of splitmix64, which maps 64 bits to 64 well mixed bits."""
+    """Mixes 64 bits by the finaliser of splitmix64."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -134,15 +134,15 @@ def _round_keys(key: int) -> tuple[int, ...]:
 BLOCK = 1000
 
 
-"""Samples of a block, if that is at least one of each pair; otherwise there are more."""
+"""Samples of a block. A block is larger if it would hold less than one sample of some pair."""
 
 
 _LONGEST_BLOCK, _LEAST_SAMPLES = 10**6, 10
 _Block = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]
 
 
-"""For each slot the index of its pair and its rank among the slots of its source; for each lane and source the number
-of the source's slots before the lane's first one."""
+"""For each slot, the index of its pair and its rank among the slots of its source. For each lane and source, the number
+of the source's slots before the lane's first slot."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ class Draw:
     Attributes:
         objective: name of the objective.
         source: name of the source.
-        lane: the lane that reads it.
-        position: position of its row in the lane's rows of the source, counted through all epochs.
+        lane: the lane of the sample.
+        position: position in the lane's rows of the source, counted through all epochs.
         seed: seed of the objective's random choices.
     """
 
@@ -171,11 +171,11 @@ class Mixture:
         weights: relative weight of each (objective, source) pair, all positive.
         blocks: rows of each block of each source, see ``RowOrder``.
         seed: seed of the run.
-        samples_per_step: over all ranks. It matters only to sources that do not fit into memory.
+        samples_per_step: samples of a step over all ranks. It matters only to sources too large for memory.
 
     Attributes:
         block_size: samples of a block.
-        rows_per_block: of them, those of each source.
+        rows_per_block: samples of each source in a block.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Mixture:
         seed: int,
         samples_per_step: int = 1,
     ) -> None:
-        # Sorted, so that the order of the settings in the JSON does not change the data.
+        # Sorted, to make the data independent of the order of keys in the JSON.
         self._cells = sorted(weights)
         self._seed = seed
         self._samples_per_step = samples_per_step
@@ -217,21 +217,21 @@ class Mixture:
         cells, ranks, before = self._block(block)
         cell = int(cells[slot])
         objective, source = self._cells[cell]
-        # Rows of the source between the lane's first slot and this one, around the end of the block.
+        # Rows of the source between the lane's first slot and this one, modulo the block.
         rank = (int(ranks[slot]) - int(before[lane, self._source_of[cell]])) % self.rows_per_block[source]
-        # From the sample's number, not from the row: a row is corrupted differently in each epoch.
+        # The seed depends on the sample's number, not on the row: a row is corrupted differently in each epoch.
         seed = mix(mix(self._seed) ^ number)
         return Draw(objective, source, lane, block * self.rows_per_block[source] + rank, seed)
 
     def row(self, draw: Draw, attempt: int = 0) -> int:
-        """Returns the row of a sample; of a further attempt, the next one in the lane's order."""
+        """Returns the row of a sample; after ``attempt`` bad rows, a later one in the lane's order."""
         return self._orders[draw.source].row(draw.position + attempt, draw.lane)
 
     def _first_slot(self, lane: int) -> int:
         return lane * self.block_size // self._lanes
 
     def _block(self, block: int) -> _Block:
-        # Consecutive samples lie in the same block, so caching the last block suffices.
+        # Consecutive samples lie in the same block, so a cache of one block suffices.
         if self._cached_block is None or self._cached_block[0] != block:
             cells = np.random.default_rng([self._seed, block]).permutation(self._slots)
             sources = self._source_of[cells]
@@ -248,15 +248,15 @@ class Mixture:
 def _apportion(weights: NDArray[np.float64]) -> NDArray[np.int64]:
     """Returns the samples of each pair in a block, in proportion to the weights; each is at least 1.
 
-    Rounding is by the largest remainder. Where BLOCK samples hold less than one of a pair, there are so many that they
-    hold ten: a block of a fixed size would read the rows of a small source hundreds of times.
+    Rounding is by the largest remainder. If BLOCK samples hold less than one of a pair, the block is enlarged to hold
+    ten: a block of fixed size would read the rows of a small source hundreds of times.
     """
     shares = weights / weights.sum()
     size = BLOCK
     if shares.min() * BLOCK < 1 - 1e-9:
         while shares.min() * size < _LEAST_SAMPLES and size < _LONGEST_BLOCK:
             size *= 10
-    # One sample per pair is set aside; the others are distributed by weight.
+    # One sample of each pair is fixed; the others are distributed by weight.
     spare = size - len(weights)
     quota = np.maximum(shares * size - 1, 0)
     quota *= spare / quota.sum() if quota.sum() else 0
@@ -268,5 +268,5 @@ def _apportion(weights: NDArray[np.float64]) -> NDArray[np.int64]:
 
 @functools.lru_cache(maxsize=256)
 def _epoch_key(seed: int, source: str, epoch: int) -> int:
-    # Not Python's hash(), which differs between processes.
+    # Python's hash() would differ between processes.
     return int.from_bytes(hashlib.blake2b(f"{seed}/{source}/{epoch}".encode(), digest_size=8).digest(), "big")

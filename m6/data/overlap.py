@@ -1,6 +1,6 @@
-"""Rows of a held-out split that share a picture, a text or a group with training rows.
+"""Overlap of held-out splits with training rows: equal or similar images, equal texts, equal groups.
 
-Pictures count as the same if they were resized, compressed again, or stored in another format.
+Resized, recompressed and converted images count as the same.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from scipy.spatial import KDTree
 from m6.data.manifest import Manifest, SharedRows, Split
 from m6.data.sources.text import text_key
 
-# The search for near duplicates took 23 s for 50,000 random signatures on one core, 4.5 times as long as for 20,000. Of
-# more pictures than these only equal ones are found.
+# The search for near duplicates took 23 s for 50,000 random signatures on one core, 4.5 times as long as for 20,000.
+# Above this number of images only equal images are found.
 MAX_COMPARED = 200_000
 _GRID = 16
 _CELLS = _GRID * _GRID
-# Levels of 255, from 48 parts of two photographs. Stored as JPEG at quality 30 or WebP at 60, or at half or twice the
-# size, cells differ by up to 5 and coarse colours by up to 7; the two most alike of different parts, both sky, by 12
-# and 13. Pictures that were cropped by 2 of 160 pixels differ by 23 in the median: they are not found.
+# Levels of 255, measured on 48 parts of two photographs. After JPEG at quality 30, WebP at 60, or resizing by 0.5 or 2,
+# cells differ by up to 5 and coarse colours by up to 7. The two most similar different parts, both sky, differ by 12
+# and 13. Cropping by 2 of 160 pixels changes cells by 23 in the median: crops are not found.
 _MAX_CELL_DIFFERENCE = 8
 _COARSE = 4
 _MAX_COARSE_DIFFERENCE = 8
-_QUERIED = 32  # colours at a time: the list of what is near each may hold all others, at 40 bytes
+_QUERIED = 32  # colours of a query: the neighbours of each may be all others, at 40 bytes
 
 
 def signature(picture: bytes) -> NDArray[np.uint8]:
-    """Returns the mean grey levels of a picture in 16 x 16 cells, and its mean colours in 4 x 4 cells: uint8 [304]."""
+    """Returns the mean grey levels of an image in 16 x 16 cells, and its mean colours in 4 x 4 cells: uint8 [304]."""
     with Image.open(io.BytesIO(picture)) as image:
         colours = image.convert("RGB").resize((_GRID, _GRID), Image.Resampling.BOX)
     coarse = colours.resize((_COARSE, _COARSE), Image.Resampling.BOX)
@@ -44,7 +44,9 @@ def signature(picture: bytes) -> NDArray[np.uint8]:
 
 
 def has_near_duplicate(signatures: NDArray[np.uint8], others: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Returns which pictures have a near duplicate among others: no cell and no colour differs by more than 8 levels.
+    """Returns whether each image has a near duplicate among others.
+
+    Near duplicates differ by at most 8 levels in each cell and each coarse colour.
 
     Args:
         signatures: [N, 304], of ``signature``, N > 0.
@@ -62,8 +64,8 @@ def has_near_duplicate(signatures: NDArray[np.uint8], others: NDArray[np.uint8])
 def join_near_duplicates(signatures: NDArray[np.uint8], groups: NDArray[np.int64]) -> NDArray[np.int64]:
     """Joins the groups of near duplicates.
 
-    Only pictures of different groups are compared, and what was found is joined before many pairs are held: the frames
-    of a camera that does not move, N near duplicates, are not N^2 comparisons.
+    Only images of different groups are compared, and pairs are joined into groups early. This avoids N^2 comparisons
+    for N near duplicates, such as the frames of a fixed camera.
 
     Args:
         signatures: [N, 304], of ``signature``, N > 0.
@@ -83,7 +85,7 @@ def join_near_duplicates(signatures: NDArray[np.uint8], groups: NDArray[np.int64
 
 
 def connected(pairs: Sequence[tuple[int, int]], rows: int) -> NDArray[np.int64]:
-    """Returns the least row of each row's group: [rows]. The rows of each pair are in one group."""
+    """Joins pairs of rows into groups. Returns the least row of each row's group: int64 [rows]."""
     ends = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     graph = coo_array((np.ones(len(ends), dtype=np.bool_), (ends[:, 0], ends[:, 1])), shape=(rows, rows))
     _, labels = connected_components(graph, directed=False)
@@ -92,9 +94,9 @@ def connected(pairs: Sequence[tuple[int, int]], rows: int) -> NDArray[np.int64]:
 
 
 def _candidates(signatures: NDArray[np.uint8], others: NDArray[np.uint8]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yields rows of pictures with the rows of all others whose coarse colours are near, if there are any.
+    """Yields each row with near coarse colours among others, and the rows of these others.
 
-    Equal colours are looked up once, because pictures of one scene often have them.
+    Equal colours are looked up once: images of one scene often have equal colours.
     """
     own_colours, own_rows = _rows_of_colours(signatures)
     colours, rows = _rows_of_colours(others)
@@ -109,7 +111,7 @@ def _candidates(signatures: NDArray[np.uint8], others: NDArray[np.uint8]) -> Ite
 
 
 def _rows_of_colours(signatures: NDArray[np.uint8]) -> tuple[NDArray[np.float32], list[NDArray[np.int64]]]:
-    """Returns the different coarse colours, and the rows that have each."""
+    """Returns the unique coarse colours, and the rows of each."""
     colours, numbers, counts = np.unique(signatures[:, _CELLS:], axis=0, return_inverse=True, return_counts=True)
     rows = np.split(np.argsort(numbers.ravel(), kind="stable"), np.cumsum(counts)[:-1])
     return colours.astype(np.float32), rows
@@ -125,13 +127,13 @@ def _are_near(signature: NDArray[np.uint8], others: NDArray[np.uint8]) -> NDArra
 
 
 _KINDS = ("picture", "text", "group")
-_NONE = 0  # the key of what a row does not have
+_NONE = 0  # key of a missing value
 
 
 class Contents:
-    """What the rows of a split hold: 24 bytes of each row, and 304 of the signature of each picture.
+    """Hashes of the rows of a split: 24 bytes for each row, and a signature of 304 bytes for each image.
 
-    Of more than ``MAX_COMPARED`` pictures no signatures are kept: only equal pictures are then found.
+    Signatures are kept for the first ``MAX_COMPARED`` images. With more images, only equal images are found.
     """
 
     def __init__(self) -> None:
@@ -140,7 +142,10 @@ class Contents:
         self._num_pictures = 0
 
     def add(self, group: str, text: str, image: bytes | None, answer: str | None) -> None:
-        """Adds a row. A text beside a picture and an answer is a label or belongs to a question: it is not compared."""
+        """Adds a row.
+
+        The text of a row with an image and an answer is not compared: it is a label or belongs to a question.
+        """
         self._keys["group"].append(_key(hashlib.sha256(group.encode()).digest()))
         self._keys["text"].append(_NONE if not text or (image and answer) else _key(text_key(text)))
         self._keys["picture"].append(_NONE if image is None else _key(hashlib.sha256(image).digest()))
@@ -153,7 +158,7 @@ class Contents:
         return len(self._keys["group"])
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Returns arrays that ``add_state`` takes, in another process."""
+        """Returns arrays for ``add_state`` in another process."""
         keys = np.stack([self._of(kind) for kind in _KINDS])
         return {"keys": keys, "signatures": np.array(self._signatures, dtype=np.uint8)}
 
@@ -164,7 +169,8 @@ class Contents:
 
         Args:
             state: from ``state``.
-            known: of ``known_keys``, for the ``training`` of ``shared_with``: other keys are left out.
+            known: result of ``known_keys`` of the held-out splits. Other keys are dropped, which saves memory for the
+                training split in ``shared_with``.
         """
         for kind, values in zip(_KINDS, state["keys"], strict=True):
             added = values if known is None else values[_is_in(values, known[kind])]
@@ -175,13 +181,13 @@ class Contents:
 
     @property
     def has_picture(self) -> NDArray[np.bool_]:
-        """Of each row: whether it has a picture."""
+        """Whether each row has an image: bool [rows]."""
         return self._of("picture") != _NONE
 
     def shared_with(self, training: Contents) -> dict[str, NDArray[np.bool_]]:
-        """Returns for "picture", "text" and "group" which rows share it with a training row: bool [rows] each.
+        """Returns for "picture", "text" and "group" whether each row shares it with a training row: bool [rows].
 
-        Pictures are compared by ``m6.data.overlap``: a resized or recompressed one is found.
+        Resized or recompressed images count as shared, see ``has_near_duplicate``.
         """
         shared = {}
         for kind in self._keys:
@@ -195,7 +201,7 @@ class Contents:
         return shared
 
     def count_shared(self, training: Contents) -> SharedRows:
-        """Counts the rows that share something with a training row."""
+        """Counts the rows with something in common with a training row."""
         shared = self.shared_with(training)
         some = np.logical_or.reduce(list(shared.values()))
         return SharedRows(rows=int(some.sum()), **{kind: int(rows.sum()) for kind, rows in shared.items()})
@@ -205,21 +211,21 @@ class Contents:
 
 
 def known_keys(contents: Iterable[Contents]) -> dict[str, NDArray[np.uint64]]:
-    """Returns the different keys of "picture", "text" and "group" in order."""
+    """Returns the unique keys of "picture", "text" and "group", sorted."""
     splits = list(contents)
     different = {kind: np.unique(np.concatenate([each._of(kind) for each in splits])) for kind in _KINDS}
     return {kind: keys[keys != _NONE] for kind, keys in different.items()}
 
 
 def count_groups(contents: Iterable[Contents]) -> int:
-    """Counts the different groups. Memory: 16 bytes for each, beside the contents, which need not exist at one time."""
+    """Counts the unique groups. Memory: 16 bytes for each, and one of the contents at a time."""
     groups = np.concatenate([np.unique(each._of("group")) for each in contents])
     groups.sort()
     return len(groups) and 1 + int(np.count_nonzero(groups[1:] != groups[:-1]))
 
 
 def _is_in(keys: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """As ``np.isin``, which would sort all that is known, here in order already, for each part of the keys."""
+    """Like ``np.isin``, for sorted ``known``: ``np.isin`` would sort it again in each call."""
     if not len(known):
         return np.zeros(len(keys), dtype=np.bool_)
     return known[np.minimum(np.searchsorted(known, keys), len(known) - 1)] == keys
@@ -230,7 +236,7 @@ def _key(digest: bytes) -> int:
 
 
 def describe_shared(manifest: Manifest, sources: Iterable[str], splits: Iterable[Split]) -> str:
-    """Returns sentences about what held-out splits of some sources share with the training rows of their source."""
+    """Returns sentences on the overlap of held-out splits of some sources with their training rows."""
     held_out = [
         (f"{split} of {source}", manifest.split(source, split))
         for source in sources

@@ -1,4 +1,4 @@
-"""Batches of decoded pictures of a data folder."""
+"""Batches of decoded images of a data folder."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from m6.data.reader import Rows, open_sources
 from m6.errors import UserError
 from m6.tokenizers.pictures import decode_picture
 
-MIN_PICTURES_FOR_SHARE = 200  # the share of bad pictures is taken of at least so many, so that one early on is no error
+MIN_PICTURES_FOR_SHARE = 200  # least denominator of the share of bad images, so a single early one is no error
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """A batch of pictures.
+    """A batch of images.
 
     Attributes:
         pixels: uint8 ``[B, H, H, 3]``.
-        rows: rows of the B pictures in their set.
-        bad: ``source:id: reason`` of each picture that could not be decoded.
+        rows: rows of the B images in their set.
+        bad: ``source:id: reason`` of each undecodable image.
     """
 
     pixels: np.ndarray
@@ -39,18 +39,18 @@ class Pictures:
 
 
 class PictureSet:
-    """The pictures of one split of several sources, one source after the other.
+    """The images of one split of several sources, one source after the other.
 
     The set can be pickled: each process opens the data files itself when it first reads from them.
 
     Args:
         manifest: manifest of the data folder.
-        sources: names of the sources; None for all with pictures and captions.
+        sources: names of the sources; None for all with images and captions.
         split: name of the split.
-        image_size: side in pixels to which pictures are decoded.
+        image_size: side of a decoded image in pixels.
 
     Raises:
-        UserError: a source is unknown or has no pictures, or the split is empty.
+        UserError: a source is unknown or has no images, or the split is empty.
     """
 
     def __init__(self, manifest: Manifest, sources: Sequence[str] | None, split: str, image_size: int) -> None:
@@ -72,7 +72,7 @@ class PictureSet:
         raise IndexError(row)
 
     def read(self, rows: Sequence[int]) -> Pictures:
-        """Decodes rows of the set. Pictures that cannot be decoded are left out and listed in ``bad``."""
+        """Decodes rows of the set. Undecodable images are left out and listed in ``bad``."""
         opened = self.opened()
         values = [opened[row] for row in rows]
         pixels, good, problems = decode_batch([value["image"] for value in values], self.image_size)
@@ -86,14 +86,14 @@ class PictureSet:
         return self._rows
 
     def __getstate__(self) -> dict[str, Any]:
-        # Rows that were read are not sent to workers.
+        # Cached rows are not sent to workers.
         return self.__dict__ | {"_rows": None}
 
 
 class TrainingBatches(torch.utils.data.Dataset[Pictures | UserError]):
     """Training batches by number. Batch n depends only on n and the seed; each epoch is a permutation of the set.
 
-    A UserError that ends the preparation of a batch is returned in its place.
+    If a UserError ends the preparation of a batch, the error is returned in its place.
     """
 
     def __init__(self, pictures: PictureSet, batch_size: int, seed: int) -> None:
@@ -109,7 +109,7 @@ class TrainingBatches(torch.utils.data.Dataset[Pictures | UserError]):
 
 
 class BadPictures:
-    """Counts the pictures that could not be read, and raises when there are too many."""
+    """Counts bad images, and raises if there are too many."""
 
     def __init__(self, max_share: float) -> None:
         self.num_bad = self._num_read = 0
@@ -119,7 +119,7 @@ class BadPictures:
         """Counts a batch.
 
         Raises:
-            UserError: more than ``max_share`` of the pictures so far were bad, or all pictures of this batch.
+            UserError: more than ``max_share`` of all images so far are bad, or all images of this batch.
         """
         self.num_bad += len(pictures.bad)
         self._num_read += len(pictures.bad) + len(pictures.rows)
@@ -131,10 +131,10 @@ class BadPictures:
 
 
 def picture_sources(manifest: Manifest, sources: Sequence[str] | None) -> list[str]:
-    """Returns the named sources, or all with pictures and captions.
+    """Returns the named sources, or all with images and captions.
 
     Raises:
-        UserError: a source is unknown or has no pictures, or there is no source of pictures.
+        UserError: a source is unknown or has no images, or there is no source of images.
     """
     names = list(sources or (name for name, entry in manifest.sources.items() if entry.kind == "image_text"))
     for name in names:
@@ -147,15 +147,15 @@ def picture_sources(manifest: Manifest, sources: Sequence[str] | None) -> list[s
 
 
 def decode_batch(images: Sequence[bytes | None], image_size: int) -> tuple[np.ndarray, list[int], dict[int, str]]:
-    """Decodes picture files.
+    """Decodes image files.
 
     Args:
         images: contents of the files; None for a missing one.
         image_size: side H in pixels.
 
     Returns:
-        uint8 pixels ``[B, H, H, 3]`` of the B good pictures, their indices in ``images``, and the reason for each index
-        of a bad one.
+        uint8 pixels ``[B, H, H, 3]`` of the B good images, their indices in ``images``, and the reasons by index of
+        bad images.
     """
     pixels, good, bad = [], [], {}
     for index, image in enumerate(images):
@@ -170,7 +170,7 @@ def decode_batch(images: Sequence[bytes | None], image_size: int) -> tuple[np.nd
         except (Image.DecompressionBombWarning, Image.DecompressionBombError):
             bad[index] = "image too large"
         except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error and more for damaged bytes
-            # Only the type: some messages contain a memory address, which would make reports differ between runs.
+            # Only the type: some messages contain a memory address, so reports would differ between runs.
             bad[index] = f"damaged image ({type(error).__name__})"
     return np.stack(pixels) if pixels else np.empty((0, image_size, image_size, 3), np.uint8), good, bad
 

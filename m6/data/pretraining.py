@@ -1,6 +1,6 @@
-"""Micro-batches of the pretraining mixture. Each is a pure function of its global index.
+"""Micro-batches of the training mixture. Each is a pure function of its global index.
 
-Those of validation are equal for all runs on the same data.
+Validation micro-batches are equal in all runs on the same data.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class ValidationBatches(Sequence[MicroBatch]):
         raise AssertionError("a row beyond the split")
 
 
-# A bad row is replaced by the next row of its source. After so many consecutive bad rows the run fails.
+# A bad row is replaced by the next row of its source. The run fails after this many consecutive bad rows.
 MAX_ATTEMPTS = 100
-# The share of bad rows is taken of at least so many samples, so that one bad row early on does not end a run.
+# Least denominator of the share of bad rows, so a single early bad row does not end a run.
 MIN_SAMPLES_FOR_SHARE = 1000
 _COLUMNS = ("id", "text", "image", "question", "answer", "context")
 
@@ -91,20 +91,20 @@ _COLUMNS = ("id", "text", "image", "question", "answer", "context")
 class PretrainingData:
     """The pretraining data of one split.
 
-    ``micro_batch(index)`` depends only on the settings, the seed and the index. Any number of ranks and workers
-    therefore reads the same data, and a resumed run needs only the next index. The object can be pickled: each process
+    ``micro_batch(index)`` depends only on the settings, the seed and the index. So the data do not depend on the
+    numbers of ranks and workers, and a resumed run needs only the next index. The object can be pickled: each process
     opens the data files itself.
 
     Args:
         settings: data folder, tokenizers and sources.
         objectives: the objectives and their shares.
-        split: the split that ``micro_batch`` reads.
+        split: the split read by ``micro_batch``.
         seed: seed of the run.
         micro_batch_size: samples of a micro-batch.
         samples_per_step: samples of a step, over all ranks.
         total_samples: samples of the run, for ``max_epochs``.
-        image_size: side of a picture in pixels.
-        patch_size: side of a patch in pixels; a picture takes ``(image_size / patch_size)^2`` tokens.
+        image_size: side of an image in pixels.
+        patch_size: side of a patch in pixels; an image takes ``(image_size / patch_size)^2`` tokens.
 
     Raises:
         UserError: a folder is missing, a source is unknown, an objective has no source, all weights are 0, or
@@ -183,23 +183,23 @@ class PretrainingData:
 
     @property
     def tokenizer_identities(self) -> dict[str, str | None]:
-        """What tells the tokenizers of texts and of pictures from others, by the key of ``m6.data`` that names them.
+        """Checksums of the text tokenizer and the image tokenizer, by their key in ``m6.data``.
 
-        That of pictures is None if no objective reads image codes.
+        The checksum of the image tokenizer is None if no objective reads image codes.
         """
         codes = None if self.codes is None else self.codes.tokenizer
         return {"tokenizer": self.tokenizer.fingerprint, "image_tokenizer": codes}
 
     def realised_mixture(self, num_samples: int) -> dict[str, tuple[float, float]]:
-        """Returns for each source its share of the samples, and how often ``num_samples`` samples read its rows."""
+        """Returns for each source its share of the samples, and its number of epochs in ``num_samples`` samples."""
         size = self._mixture.block_size
         shares = {source: rows / size for source, rows in self._mixture.rows_per_block.items()}
         return {source: (share, share * num_samples / self._sizes[source]) for source, share in shares.items()}
 
     def _check_epochs(self, max_epochs: float, num_samples: int) -> None:
-        """Raises UserError if a source is so small beside the others that even its least share is too much."""
+        """Raises UserError if a source is so small that even the least possible share exceeds ``max_epochs``."""
         for source, (share, times) in self.realised_mixture(num_samples).items():
-            if times > 2 * max_epochs:  # less is rounding to whole samples of a block
+            if times > 2 * max_epochs:  # smaller excess comes from rounding to whole samples of a block
                 raise UserError(
                     f'm6.data.max_epochs {max_epochs:g}: the {self._sizes[source]:,} rows of "{source}" would be read '
                     f"{times:.0f} times, since each source has at least {share:g} of the samples; leave it out of "
@@ -207,7 +207,7 @@ class PretrainingData:
                 )
 
     def check_files(self) -> None:
-        """Checks that all shards are there in the right size, which takes seconds even for tens of thousands.
+        """Checks existence and size of all shards. This takes seconds even for tens of thousands of shards.
 
         Raises:
             UserError: a shard is missing or has another size.
@@ -232,15 +232,15 @@ class PretrainingData:
                 continue
 
     def text_lengths(self, objective: str, source: str, num_rows: int) -> tuple[list[int], int]:
-        """Returns the tokens of the texts of a source's first training rows before they are cut, and what is kept."""
+        """Returns the numbers of tokens of a source's first training texts before the cut, and the limit of the cut."""
         names = [name for name in _COLUMNS if name != "image"]
-        # Without the checksums of whole shards, which the training checks as it comes to them.
+        # Checksums of whole shards are not verified here: the training verifies them when it reads them.
         rows = Rows(self.manifest.folder, self.manifest.split(source, "train").shards, names, self._cache)
         texts = (text_to_read(objective, Sample(**values)) for values in itertools.islice(rows, num_rows))
         return [len(self.tokenizer.encode_ids(text)) for text in texts], self._max_tokens[objective]
 
     def seen_captions(self, max_rows: int) -> SeenCaptions | None:
-        """Describes the training captions that are learned to be drawn; None without any, or with over ``max_rows``."""
+        """Describes the training captions of text-to-image objectives; None without any, or with over ``max_rows``."""
         objective = next((name for name in self.active_objectives if reads_codes(name)), None)
         if objective is None:
             return None
@@ -260,7 +260,7 @@ class PretrainingData:
     def micro_batch(self, index: int) -> MicroBatch:
         """Returns the micro-batch with a global index, counted from 0.
 
-        A row that cannot be used is replaced by the next row of its source and listed in ``bad_rows``.
+        A bad row is replaced by the next row of its source and listed in ``bad_rows``.
 
         Raises:
             UserError: no usable row was found in a source, or a shard is damaged.
@@ -274,12 +274,12 @@ class PretrainingData:
     def read_row(
         self, objective: str, source: str, split: str, row: int, seed: int, bad_rows: list[str]
     ) -> tuple[Example, np.ndarray | None] | None:
-        """Returns a row's example and its decoded picture. For a bad row, appends to ``bad_rows`` and returns None.
+        """Returns a row's example and its decoded image. For a bad row, appends to ``bad_rows`` and returns None.
 
         Args:
-            objective, source, split, row: which row, and what is made of it.
+            objective, source, split, row: the objective, and the row to read.
             seed: seed of the objective's random choices.
-            bad_rows: where a bad row and its reason are listed.
+            bad_rows: list of bad rows and their reasons, to append to.
         """
         sample = self._sample_of(objective, source, split, row)
         rng = np.random.default_rng(seed)
@@ -300,7 +300,7 @@ class PretrainingData:
         """Yields the micro-batches of ``indices`` in order. Worker processes prepare them ahead of time.
 
         Raises:
-            UserError: more than ``max_bad_row_share`` of the rows could not be used; or as in ``micro_batch``.
+            UserError: more than ``max_bad_row_share`` of the rows are bad; or as in ``micro_batch``.
             StorageError, RetryableError: as in ``micro_batch``, or in ``prepared``.
         """
         batches: Iterator[MicroBatch] = prepared(
@@ -320,11 +320,11 @@ class PretrainingData:
     def validation_micro_batches(
         self, objective: str, num_rows: int, split: str = "validation"
     ) -> Sequence[MicroBatch]:
-        """Returns up to ``num_rows`` rows of one objective on a held-out split, in micro-batches made when indexed.
+        """Returns lazy micro-batches of up to ``num_rows`` rows of a held-out split, for one objective.
 
-        They are equal for all seeds: each row is read once, in a fixed random order and with fixed corruption. The last
-        micro-batch may be smaller, and the size of the others does not change which rows are read. Rows that cannot be
-        used are left out. The sequence is empty if no source of the objective has rows in the split.
+        They are equal for all seeds: each row is read once, in a fixed random order and with fixed corruption. The
+        chosen rows do not depend on the micro-batch size. The last micro-batch may be smaller. Bad rows are left out.
+        The sequence is empty if no source of the objective has rows in the split.
         """
         self.objectives.of(objective)
         return ValidationBatches(self, objective, num_rows, split)
@@ -340,12 +340,12 @@ class PretrainingData:
         codes = load_codes_manifest(self.manifest, load_image_tokenizer(name).checksum, name)
         for source in self.source_weights:
             if self.manifest.sources[source].kind == "image_text":
-                for split in SPLITS:  # all of them now, so that a damaged shard does not stop the run later
+                for split in SPLITS:  # all splits now, so that a damaged shard does not stop the run later
                     self._open_codes[source, split] = Codes(self.manifest, source, split, codes.tokenizer, name)
         return codes
 
     def __getstate__(self) -> dict[str, Any]:
-        # Open data sets are not sent to workers: each worker maps the files itself.
+        # Open data sets are not sent to workers: each worker opens the files itself.
         return self.__dict__ | {"_open": {}, "_open_codes": {}, "_cache": BlockCache()}
 
     def _sample(self, number: int, bad_rows: list[str]) -> tuple[Example, np.ndarray | None]:
@@ -376,12 +376,12 @@ class PretrainingData:
         try:
             return decode_picture(image, self.collator.image_size)
         except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error and more for damaged bytes
-            # Only the type: some messages contain a memory address, which would differ between ranks.
+            # Only the type: some messages contain a memory address, and would differ between ranks.
             raise BadRow(f"damaged image ({type(error).__name__})") from None
 
 
 class _MicroBatches(Dataset[MicroBatch | UserError]):
-    """Micro-batches by index, or the UserError that ended their preparation."""
+    """Micro-batches by index. If a UserError ends the preparation, the error is returned instead."""
 
     def __init__(self, data: PretrainingData) -> None:
         self._data = data

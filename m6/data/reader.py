@@ -20,14 +20,14 @@ from m6.data.verification import verify_shards
 from m6.errors import UserError
 from m6.files import reading
 
-# Of a split up to this size all checksums are compared when it is opened, which takes seconds, once per machine. Of a
-# larger one, the checksum of a page is compared whenever the page is read; "m6 data verify" compares everything.
+# For a split up to this size all checksums are verified when it is opened. This takes seconds, once per machine. For a
+# larger split, the checksum of a page is verified whenever the page is read; "m6 data verify" verifies everything.
 VERIFIED_AT_ONCE_BYTES = 1 << 30
-CACHE_BYTES = 112 << 20  # more than the open row groups of a large source on one rank, or of two on two ranks
+CACHE_BYTES = 112 << 20  # more than the open row groups of one large source on one rank, or of two sources on two ranks
 
 
 class BlockCache:
-    """Keeps the row groups that were read last, up to a number of bytes in memory. Several splits can share it."""
+    """An LRU cache of row groups, bounded in bytes. Several splits can share it."""
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -35,7 +35,7 @@ class BlockCache:
         self._bytes = 0
 
     def get(self, key: tuple[Any, ...], read: Callable[[], pa.Table]) -> pa.Table:
-        """Returns the row group with this key, which ``read`` reads if it is not in memory."""
+        """Returns the row group with this key. If it is not in memory, ``read`` reads it."""
         if key in self._blocks:
             self._blocks.move_to_end(key)
             return self._blocks[key]
@@ -44,22 +44,22 @@ class BlockCache:
         self._bytes += table.nbytes
         while self._bytes > self._max_bytes and len(self._blocks) > 1:
             self._bytes -= self._blocks.popitem(last=False)[1].nbytes
-        pa.default_memory_pool().release_unused()  # what reading needed, and what was dropped
+        pa.default_memory_pool().release_unused()  # buffers of the read, and dropped row groups
         return table
 
 
 class Rows(Sequence[dict[str, Any]]):
     """The rows of some shards, as dictionaries.
 
-    Reading a row reads its row group. Those of a split of up to ``OPEN_BLOCKS`` stay in memory. Those of a larger one
-    stay in ``cache``: neighbouring rows cost little there, random rows much. Iteration and ``column`` read one row
-    group after the other and keep none.
+    Reading a row reads its row group. Up to ``OPEN_BLOCKS`` row groups of a split all stay in memory. Row groups of a
+    larger split go through ``cache``: neighbouring rows are cheap there, random rows expensive. Iteration and
+    ``column`` read one row group after the other and keep none.
 
     Args:
         folder: the folder of the shards.
         shards: the shards, in the order of the rows.
         columns: the columns to read.
-        cache: where row groups of a large split are kept.
+        cache: cache of row groups for a large split.
 
     Attributes:
         columns: as given.
@@ -67,7 +67,7 @@ class Rows(Sequence[dict[str, Any]]):
         block_sizes: rows of each row group, int64.
 
     Raises:
-        UserError: a shard is missing or damaged; the latter may also be found later, when its rows are read.
+        UserError: a shard is missing or damaged. Damage may also be found later, when rows are read.
         StorageError: a shard cannot be read, now or later.
     """
 
@@ -105,7 +105,7 @@ class Rows(Sequence[dict[str, Any]]):
         return [value for block in range(len(self._ends)) for value in only._read(block).column(0).to_pylist()]
 
     def near(self, row: int, rng: np.random.Generator) -> int:
-        """Returns a random row; of a split that does not fit into memory, one of the same row group."""
+        """Returns a random row of the split; if the split is too large for memory, a row of the same row group."""
         if len(self._ends) <= OPEN_BLOCKS:
             return int(rng.integers(len(self)))
         block = int(np.searchsorted(self._ends, row, "right"))
@@ -119,7 +119,7 @@ class Rows(Sequence[dict[str, Any]]):
         if len(self._ends) <= OPEN_BLOCKS:
             if block not in self._kept:
                 self._kept[block] = self._read(block)
-                pa.default_memory_pool().release_unused()  # what reading needed
+                pa.default_memory_pool().release_unused()  # buffers of the read
             return self._kept[block]
         key = (self._folder, self.shards[0].file, block, *self.columns)
         return self._cache.get(key, lambda: self._read(block))
@@ -129,7 +129,7 @@ class Rows(Sequence[dict[str, Any]]):
         shard, group = self.shards[number], block - int(self._first_blocks[number])
         path, rows = self._folder / shard.file, int(self.block_sizes[block])
         with _open(self._folder, shard) as file, _naming_damage(path, f"row group {group}: "):
-            # Columns that an older shard lacks are null.
+            # Columns missing in older shards are null.
             present = [name for name in self.columns if name in file.schema_arrow.names]
             table = file.read_row_group(group, columns=present, use_threads=False)
         if len(table) != rows:
@@ -154,7 +154,7 @@ def open_split(
         source: name of the source.
         split: name of the split.
         columns: the columns of ``m6.data.shards.SCHEMA`` to read.
-        cache: where row groups of a large split are kept.
+        cache: cache of row groups for a large split.
 
     Raises:
         UserError: the source or split is unknown or has no rows, or a shard is missing or damaged.
@@ -167,7 +167,7 @@ def open_split(
 
 
 def open_shards(folder: Path, entry: SplitEntry, columns: Sequence[str], cache: BlockCache | None = None) -> Rows:
-    """Opens shards, whose checksums are compared first unless they are very large.
+    """Opens shards. Their checksums are verified first, unless the split is very large.
 
     Raises:
         UserError: a shard is missing or damaged.
@@ -179,7 +179,7 @@ def open_shards(folder: Path, entry: SplitEntry, columns: Sequence[str], cache: 
 
 
 def open_sources(manifest: Manifest, sources: Sequence[str], split: str, columns: Sequence[str]) -> Rows:
-    """Opens one split of several sources, one source after the other; sources without rows in it are left out."""
+    """Opens one split of several sources, one after the other. Sources without rows in the split are left out."""
     shards = []
     for source in sources:
         if manifest.split(source, split).rows:
@@ -188,17 +188,17 @@ def open_sources(manifest: Manifest, sources: Sequence[str], split: str, columns
 
 
 def row_groups(folder: Path, shard: Shard) -> list[int]:
-    """Returns the rows of each row group of a shard; for a folder of an older version, the shard is asked.
+    """Returns the number of rows of each row group of a shard, from the manifest or, in older folders, the file.
 
     Raises:
-        UserError: the shard is missing or damaged, or has other rows than the manifest says.
-        StorageError: it cannot be read.
+        UserError: the shard is missing or damaged, or its number of rows differs from the manifest.
+        StorageError: the shard cannot be read.
     """
     if shard.row_groups is not None:
         return shard.row_groups
     with _open(folder, shard) as file:
         groups = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
-    # Finds shards that were replaced without their manifest.
+    # Detects shards replaced without their manifest.
     if sum(groups) != shard.rows:
         raise UserError(f"{folder / shard.file} has {sum(groups)} rows, but {MANIFEST_NAME} says {shard.rows}")
     return groups
@@ -209,13 +209,13 @@ def _open(folder: Path, shard: Shard) -> pq.ParquetFile:
     with _naming_damage(path):
         if (size := os.path.getsize(path)) != shard.bytes:
             raise _damaged(path, f"it has {size} bytes, expected {shard.bytes}")
-        # pre_buffer joins the reads of neighbouring columns: a shared file system answers few large reads fastest.
+        # pre_buffer joins the reads of neighbouring columns: a few large reads are fastest on a shared file system.
         return pq.ParquetFile(path, pre_buffer=True, page_checksum_verification=True)
 
 
 @contextlib.contextmanager
 def _naming_damage(path: Path, part: str = "") -> Iterator[None]:
-    """Turns pyarrow's errors into a UserError about ``path``, and those of the file system into a StorageError."""
+    """Turns pyarrow's errors into a UserError about ``path``, and file system errors into a StorageError."""
     try:
         with reading(path):
             yield

@@ -1,6 +1,6 @@
 """Writes rows as Parquet shards of bounded size, in bounded memory.
 
-The rows of a source go to the shards of its splits, with their description for the manifest.
+Also describes the written splits of a source for the manifest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCHEMA = pa.schema(
     ]
 )
 SHARD_BYTES = 64 << 20
-# A reader keeps tens of row groups in memory, see m6/data/order.py. Larger ones hardly compress better.
+# A reader keeps tens of row groups in memory, see m6/data/order.py. Larger row groups hardly compress better.
 ROW_GROUP_BYTES = 1 << 20
 ROW_GROUP_ROWS = 10_000
 
@@ -40,14 +40,14 @@ ROW_GROUP_ROWS = 10_000
 class ShardWriter:
     """Writes one split of one source to ``folder/split/source-00000.parquet`` and so on.
 
-    Use it as a context manager. A shard is written under a temporary name and renamed when it is complete. On exit,
+    Use it as a context manager. A shard is written under a temporary name and renamed when complete. On exit,
     ``shards`` lists the written shards in order. Without rows, no file is written.
 
     Args:
         folder: the data folder.
         split: name of the split.
         source: name of the source.
-        shard_bytes: size at which a shard is finished; it is exceeded by less than one row group.
+        shard_bytes: a shard ends at this size, exceeded by less than one row group.
     """
 
     def __init__(self, folder: Path, split: str, source: str, shard_bytes: int = SHARD_BYTES) -> None:
@@ -97,7 +97,7 @@ class ShardWriter:
         if self._writer is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = pa.OSFile(str(self._temporary), "wb")
-            # Readers compare the checksums of pages: those of whole files take too long for a large split.
+            # Page checksums for readers: verifying whole files takes too long for a large split.
             self._writer = pq.ParquetWriter(self._file, SCHEMA, compression="zstd", write_page_checksum=True)
         self._writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
         self._row_groups.append(len(self._rows))
@@ -128,13 +128,13 @@ _COLUMNS = ("id", "text", "image", "question", "answer", "context", "group")
 
 
 class SplitWriters:
-    """Writes the rows of one source, and remembers what each split holds.
+    """Writes the rows of one source to the shards of its splits, and collects hashes of their contents.
 
-    Use it as a context manager. On exit, ``splits`` has the shards of each split.
+    Use it as a context manager. On exit, ``splits`` lists the shards of each split.
 
     Args:
         folder: the data folder.
-        source: name of the source, which each row names.
+        source: name of the source, written into each row.
         prefix: beginning of the shards' file names; by default the name of the source.
     """
 
@@ -176,17 +176,17 @@ def describe_source(
     skipped: Mapping[str, int],
     unread: Mapping[str, int],
 ) -> SourceEntry:
-    """Returns the manifest's entry of a source, with what its held-out splits share with training.
+    """Returns the manifest's entry of a source, and counts the overlap of its held-out splits with training.
 
     Args:
-        kind: which columns the rows have.
-        own_splits: the splits that the source defines itself.
-        origin: what it was read from.
+        kind: kind of the rows.
+        own_splits: the splits defined by the source itself.
+        origin: origins of the rows.
         splits: the shards of all splits; ``shared`` is counted here.
-        contents: what each split holds; of training at least what the others share with it.
+        contents: hashes of each split; for training, at least the hashes in common with held-out splits.
         groups: number of groups of all splits.
-        skipped: rows that were left out, by reason.
-        unread: what of the rows is not read, by kind.
+        skipped: numbers of skipped rows by reason.
+        unread: numbers of ignored members of rows by kind.
     """
     for split in ("validation", "test"):
         if splits[split].rows:

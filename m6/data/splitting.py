@@ -1,4 +1,4 @@
-"""Which split a row goes to: rows that belong together are in one split, so nothing of a test is seen in training."""
+"""Assigns rows to splits. Related rows are in one split, so training sees nothing of the test split."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from m6.data.shards import ShardWriter
 from m6.data.sources import Row
 from m6.data.sources.text import text_key
 
-_COLUMNS = ("id", "group", "text", "image", "question", "answer", "context")  # what a waiting row keeps
-# A row without a split goes where rows of its group are that have one: to the first of these.
+_COLUMNS = ("id", "group", "text", "image", "question", "answer", "context")  # columns of a waiting row
+# A row without a split follows the rows of its group with a split: to the first of these splits.
 _FOLLOWED: tuple[Split, ...] = ("test", "validation", "train")
 
 
 @dataclass(frozen=True)
 class SplitRules:
-    """How the rows of a source are divided.
+    """Rules for the splits of a source.
 
     Attributes:
         validation_share: share of the groups in the validation split.
         test_share: share of the groups in the test split.
-        own: the splits that the source defines itself, which are kept as they are.
+        own: the splits defined by the source itself; they are kept as they are.
     """
 
     validation_share: float
@@ -40,8 +40,8 @@ class SplitRules:
     own: frozenset[Split] = frozenset()
 
     def split(self, group: str, named: Split | None) -> Split:
-        """Returns the split of a row with a group and perhaps a split of its own."""
-        # Training rows of a source without validation rows give some: training needs a validation loss.
+        """Returns the split of a row, by its group and its own split, if any."""
+        # If the source has no validation split, some of its training rows go there: training needs a validation loss.
         if named is not None and not (named == "train" and self.own and "validation" not in self.own):
             return named
         return assign_split(group, self.validation_share, 0.0 if self.own else self.test_share)
@@ -49,11 +49,11 @@ class SplitRules:
 
 @dataclass
 class Grouping:
-    """What became of rows without a group of their own.
+    """Counts of rows without their own group.
 
     Attributes:
-        groups: number of groups.
-        rows: number of rows in them.
+        groups: number of groups made for them.
+        rows: number of these rows.
     """
 
     groups: int = 0
@@ -61,11 +61,11 @@ class Grouping:
 
 
 def assign_split(group: str, validation_share: float, test_share: float) -> Split:
-    """Returns the split of a group. It depends on the group's name alone, never on other rows.
+    """Returns the split of a group. It depends only on the group's name, not on other rows.
 
-    The first 8 bytes of the name's SHA-256 are taken as a number in [0, 1): numbers below ``test_share`` are test,
-    the next ``validation_share`` are validation, the rest is training. A larger share of validation therefore only
-    moves groups out of training.
+    The first 8 bytes of the name's SHA-256 give a number in [0, 1): numbers below ``test_share`` are test, the next
+    ``validation_share`` are validation, the rest is training. So a larger validation share only moves groups out of
+    training.
     """
     position = _key(group) / 2**64
     if position < test_share:
@@ -82,16 +82,16 @@ def split_rows(
 ) -> Iterator[tuple[Row, Split]]:
     """Assigns a group and a split to each row.
 
-    Rows with a group go on at once. Rows without one are kept in a folder until all have been seen: each is grouped
-    with those that have the same caption, the same picture or nearly the same picture. Of a source with splits of its
-    own, rows without a split are kept too: they follow the other rows of their group.
+    Rows with a group are yielded at once. Rows without a group wait in a folder until all rows are read. Then rows with
+    equal captions, and rows with equal or similar images, are grouped. If the source has its own splits, rows without
+    a split wait too: they follow the other rows of their group.
 
     Args:
-        rows: checked rows of one source; pictures are converted.
+        rows: checked rows of one source; images are converted.
         source: name of the source.
-        spool: folder for rows that wait; the caller removes it.
+        spool: folder for waiting rows; the caller removes it.
         rules: shares and own splits.
-        grouping: filled with what became of the rows without a group.
+        grouping: receives the counts of rows without a group.
 
     Yields:
         Rows with a group, and their split.
@@ -106,7 +106,8 @@ def split_rows(
         for row in rows:
             if row.group is None:
                 assert row.image is not None  # sources group their texts themselves
-                # A caption that is a label is shared by all pictures of a class, which must be in every split.
+                # In a labelled row the caption is no key: all images of a class may share it, and every split needs
+                # the class.
                 texts.append(None if row.answer else text_key(row.text))
                 pictures.append(hashlib.sha256(row.image).digest())
                 if len(signatures) <= MAX_COMPARED:
@@ -128,7 +129,7 @@ def split_rows(
     if not texts:
         return
     roots = _joined(texts, pictures, np.stack(signatures))
-    # A name of its contents, so that it does not depend on names of files: the least key of its rows.
+    # A group is named by the least image key of its rows: independent of file names.
     names: dict[int, bytes] = {}
     for root, key in zip(roots, pictures, strict=True):
         names[root] = min(names.get(root, key), key)
@@ -141,7 +142,7 @@ def split_rows(
 
 
 def _joined(texts: list[bytes | None], pictures: list[bytes], signatures: NDArray[np.uint8]) -> list[int]:
-    """Returns the least row of each row's group: rows with an equal text or picture, or near duplicates, are joined."""
+    """Joins rows with equal texts, equal images or near duplicates. Returns the least row of each row's group."""
     pairs: list[tuple[int, int]] = []
     for keys in (texts, pictures):
         seen: dict[bytes, int] = {}

@@ -1,7 +1,7 @@
 """Checks the shards of a data folder against the manifest: sizes, and checksums once per machine.
 
 After a successful check, a record is written to the user's cache folder. Its name depends on the shard's path, size,
-modification time and inode, so a shard that was written again is checked again.
+modification time and inode, so a rewritten shard is checked again.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def verify_shards(folder: Path, shards: Iterable[Shard]) -> None:
 
 
 def check_sizes(folder: Path, shards: Iterable[Shard]) -> list[Shard]:
-    """Checks that shards are there in the right size; returns them.
+    """Checks existence and size of shards; returns the shards.
 
     Raises:
         UserError: a shard is missing or has another size.
-        StorageError: the file system does not tell.
+        StorageError: the file system does not answer.
     """
     checked = list(shards)
     for shard in checked:
@@ -58,14 +58,14 @@ def check_sizes(folder: Path, shards: Iterable[Shard]) -> list[Shard]:
 
 
 def verify_folder(manifest: Manifest, num_threads: int) -> tuple[int, list[str]]:
-    """Checks all shards of a data folder, whatever is known of them from before.
+    """Checks all shards of a data folder, without records of earlier checks.
 
     Args:
         manifest: manifest of the data folder.
-        num_threads: shards that are read at once.
+        num_threads: number of shards read in parallel.
 
     Returns:
-        the number of shards, and what is wrong with those that are missing or damaged.
+        The number of shards, and a message for each missing or damaged one.
     """
     shards = [shard for entry in manifest.sources.values() for split in entry.splits.values() for shard in split.shards]
 
@@ -90,8 +90,8 @@ def _verify_checksum(file: Path, expected: str) -> None:
     try:
         if os.read(record, len(_VERIFIED)) == _VERIFIED:
             return
-        # The processes of a node start together: one of them reads the shard, the others wait for its record. On a file
-        # system without locks, or without space for the record, each reads it.
+        # The processes of a node start together. One of them reads the shard, the others wait for its record. On a file
+        # system without locks, or without space for the record, each process reads the shard.
         with contextlib.suppress(OSError):
             fcntl.lockf(record, fcntl.LOCK_EX)
         os.lseek(record, 0, os.SEEK_SET)

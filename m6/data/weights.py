@@ -16,15 +16,15 @@ def source_weights(
     Args:
         manifest: manifest of the data folder.
         split: the split to read.
-        weights: the weights that the user gave; None: each source weighs its number of rows.
+        weights: the user's weights; None: the weight of a source is its number of rows.
         temperature: without ``weights``, the number of rows is raised to 1 / temperature (arXiv 1910.10683, section
-            3.5.2), so that a higher temperature brings the sources closer to equal weights.
+            3.5.2). A higher temperature brings the weights closer together.
 
     Raises:
         UserError: a weight is negative, its source is unknown or has no rows, no weight is positive, or both weights
             and a temperature are given.
     """
-    # Sorted, so that the order of the manifest does not change the data of a run.
+    # Sorted, to make a run's data independent of the order of the manifest.
     rows = {source: manifest.split(source, split).rows for source in sorted(manifest.sources)}
     if weights is None:
         effective: Mapping[str, float] = {source: count ** (1 / temperature) for source, count in rows.items()}
@@ -85,7 +85,7 @@ def cap_epochs(
     num_samples: int,
     max_epochs: float,
 ) -> dict[str, float]:
-    """Lowers the weights of sources that would be read more than ``max_epochs`` times; others of their kind gain.
+    """Limits each source to ``max_epochs`` epochs: lowers its weight and raises other sources of its kind.
 
     The shares of the objectives stay as they are.
 
@@ -95,7 +95,7 @@ def cap_epochs(
         objectives: the objectives and their shares.
         sources: weights of the sources.
         num_samples: samples of the whole run.
-        max_epochs: how often the rows of a source may be read in the run.
+        max_epochs: most epochs of a source in the run.
 
     Raises:
         UserError: all objectives have weight 0, or all sources of a kind together have too few rows.
@@ -120,7 +120,7 @@ def cap_epochs(
                 f"max_epochs {math.ceil(samples / sum(limits.values()) * max_epochs * 100) / 100:g} they suffice"
             )
         free = dict.fromkeys(limits)
-        while free:  # lowering one source raises the others, which may reach their limits in turn
+        while free:  # lowering one source raises others, and these may reach their limits in turn
             scale = samples / sum(sources[source] for source in free)
             full = [source for source in free if sources[source] * scale > limits[source]]
             if not full:

@@ -1,4 +1,4 @@
-"""The processes that prepare batches: how many may be asked for, how they begin and end, and what they pass on."""
+"""Worker processes of the data loader: their number, their start and end, and their messages."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from typing import Any
 from m6.errors import RetryableError, StorageError, UserError
 from m6.formatting import format_bytes
 
-_PER_CORE, _FEWEST = 4, 16  # of all processes of a rank; the fewest that are never too many
+_PER_CORE, _FEWEST = 4, 16  # most processes for each core of a rank; number allowed on any machine
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _SHARED_MEMORY = "/dev/shm"
 
 
 def usable_cores() -> int:
-    """The cores that this process may use. In a cluster job they can be fewer than the machine has."""
+    """The number of cores usable by this process. In a cluster job it may be less than the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_number(key: str, number: int, cores: int) -> None:
-    """Raises UserError for more processes or threads than cores can be busy with.
+    """Raises UserError for too many processes or threads for the cores.
 
-    Thousands would take the memory of the machine before the first batch.
+    Thousands would use up the memory of the machine before the first batch.
 
     Args:
-        key: what sets the number, for the message.
-        cores: those that may be used.
+        key: key of the number in the configuration, for the message.
+        cores: number of usable cores.
     """
     limit = max(_FEWEST, _PER_CORE * cores)
     if number > limit:
@@ -41,7 +41,7 @@ def check_number(key: str, number: int, cores: int) -> None:
 
 
 def end_with_parent() -> None:
-    """Asks Linux to kill this process when its parent dies, however that happens; does nothing elsewhere."""
+    """Asks Linux to kill this process when its parent dies in any way; does nothing on other systems."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -53,16 +53,16 @@ def prepared(
     """Yields the items of a data set in the order of ``indices``. Worker processes prepare them ahead of time.
 
     Args:
-        dataset: returns a dataclass with tensors for an index, or the UserError that ended its preparation: if a worker
-            raised it, its message would be a traceback.
-        key: of ``num_workers`` in the configuration, for messages.
-        num_workers: 0: this process prepares them.
+        dataset: returns a dataclass with tensors for an index. It returns a UserError instead of raising it: a worker
+            would turn a raised error into a traceback.
+        key: key of ``num_workers`` in the configuration, for messages.
+        num_workers: number of worker processes; 0: this process prepares the items.
         pin_memory: whether tensors come in pinned memory.
 
     Raises:
-        UserError: one that the data set returned.
-        StorageError: the processes cannot be started, or cannot pass a batch on.
-        RetryableError: a process was killed.
+        UserError: returned by the data set.
+        StorageError: the workers cannot be started, or cannot pass a batch on.
+        RetryableError: a worker was killed.
     """
     import torch
     from torch.utils.data import DataLoader
@@ -75,7 +75,7 @@ def prepared(
         num_workers=num_workers,
         worker_init_fn=start_worker,
         pin_memory=pin_memory,
-        # By default the loader draws a seed from the global generator, which would change the run's dropout.
+        # By default the loader draws a seed from the global generator. This would change the run's dropout.
         generator=torch.Generator(),
     )
     with _naming_the_start(key, num_workers):
@@ -94,27 +94,27 @@ def prepared(
 
 
 def start_worker(worker: int) -> None:
-    """A ``worker_init_fn``: the worker does not get the signals that are for the run, and ends with its trainer.
+    """A ``worker_init_fn``: shields a worker from signals for the run, and ends it with its trainer.
 
-    ``timeout`` and service managers send SIGTERM to the whole process group. PyTorch ends a worker at that, and a run
-    that waits for its batch then fails instead of saving a checkpoint.
+    ``timeout`` and service managers send SIGTERM to the whole process group. In PyTorch a worker then ends, and a run
+    waiting for its batch would fail instead of saving a checkpoint.
     """
     os.setpgid(0, 0)
     end_with_parent()
     parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:  # it died before the call above
+    if parent is not None and os.getppid() != parent.pid:  # the parent died before the call above
         os._exit(1)
 
 
 class _NoRoom(StorageError):
-    """A batch that could not be passed on."""
+    """A batch could not be moved to shared memory."""
 
 
 def _shared(batch: Any) -> Any:
-    """A ``collate_fn``: moves the tensors of a worker's batch to shared memory, by which they reach the trainer.
+    """A ``collate_fn``: moves the tensors of a worker's batch to shared memory, on their way to the trainer.
 
-    PyTorch would do so in a thread of the worker's queue. Where that fails, it prints a traceback and forgets the
-    batch, and the trainer waits for it without end.
+    PyTorch would do so in a thread of the worker's queue. If it fails there, the thread prints a traceback and drops
+    the batch, and the trainer waits for it forever.
     """
     from torch import Tensor
     from torch.utils.data import get_worker_info
@@ -146,13 +146,13 @@ def _remedy() -> str:
 
 @contextlib.contextmanager
 def _naming_the_start(key: str, num_workers: int) -> Iterator[None]:
-    """Turns the error of semaphores in a full /dev/shm, or of too many processes, into a StorageError."""
+    """Turns errors of semaphores in a full /dev/shm, or of too many processes, into a StorageError."""
     try:
         yield
     except OSError as error:
         from torch.utils.data import dataloader
 
-        # The destructor of the half-made iterator looks for it, and would print a traceback.
+        # The destructor of the unfinished iterator reads this attribute, and would print a traceback without it.
         dataloader._MultiProcessingDataLoaderIter._shutdown = True
         reason = os.strerror(error.errno) if error.errno else str(error)
         remedy = "use fewer processes" if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE) else _remedy()
@@ -161,7 +161,7 @@ def _naming_the_start(key: str, num_workers: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _naming_the_lost(key: str, num_workers: int) -> Iterator[None]:
-    """Turns the error of a worker that was killed into one that names the key."""
+    """Turns the error of a killed worker into a RetryableError with the key's name."""
     try:
         yield
     except RuntimeError as error:

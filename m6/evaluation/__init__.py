@@ -1,1 +1,1 @@
-"""Evaluation of runs: n-gram baselines, reports, generated pictures and downstream tasks."""
+"""Evaluation of runs: n-gram baselines, reports, generated images and downstream tasks."""

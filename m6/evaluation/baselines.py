@@ -32,9 +32,9 @@ def baselines_file(run_dir: Path) -> Path:
 
 
 def run_baselines(run_dir: Path, config: RunConfig, num_rows: int) -> Baselines:
-    """Returns the baselines of a run. They are stored in RUN/baselines.json and computed only if an input changed.
+    """Returns the baselines of a run, stored in RUN/baselines.json and recomputed only if an input has changed.
 
-    If the folder is read-only, a warning says that they are not stored.
+    If the folder is read-only, they are not stored, and a warning says so.
 
     Args:
         run_dir: folder of the run.
@@ -73,11 +73,12 @@ def compute_baselines(
 ) -> Baselines:
     """Trains n-gram models on each objective's training targets and evaluates them on its validation rows.
 
-    With ``held_out``, they are evaluated on rows of its split instead.
+    With ``held_out``, rows of its split take the place of the validation rows.
 
     Every training row of the objective's sources is used once; the sources' weights in the mixture are ignored. The
-    n-gram models have the vocabulary of the run's model, so that the losses are comparable. The unigram model, which
-    cannot see where a code of which book comes, is told, as the loss of the model is (:mod:`m6.model.losses`).
+    n-gram models have the vocabulary of the run's model, so the losses are comparable. The loss of the run's model is
+    normalised within the codebook of each position (:mod:`m6.model.losses`). The unigram model does not see positions,
+    so its loss is normalised within the codebook in the same way.
     """
     losses: Baselines = {}
     for objective in (held_out or data).active_objectives:
@@ -86,7 +87,7 @@ def compute_baselines(
         else:
             batches = held_out.validation_micro_batches(objective, num_rows, held_out.split)
         evaluated = batch_targets(batches, data.tokenizer.bos_token_id)
-        if not evaluated:  # no validation rows, or none that can be used
+        if not evaluated:  # no usable validation rows
             continue
         targets = training_targets(config, data, objective)
         counts = NGramCounts(targets, max(ORDERS.values()), config.model.vocab_size)
@@ -101,7 +102,7 @@ def compute_baselines(
 
 
 def _log_book_masses(unigram: NGramModel, config: ModelSettings) -> Floats:
-    """Log probability in nats of the codebook of each token, [V]; 0 for text, which competes with all tokens."""
+    """Log probability in nats of each token's codebook, [V]; 0 for text, normalised over all tokens."""
     if not config.image_vocab_size:
         return np.zeros(config.vocab_size)
     pairs = [np.array([config.bos_token_id, token]) for token in range(config.vocab_size)]
@@ -111,7 +112,7 @@ def _log_book_masses(unigram: NGramModel, config: ModelSettings) -> Floats:
 
 
 def orders(objective: str) -> dict[str, int]:
-    """The n-gram models of an objective: what stands before a target that is predicted in place may be hidden too."""
+    """The n-gram models of an objective. In place only unigrams are used: neighbours of a target may be hidden too."""
     return {"unigram": 1} if is_in_place(objective) else ORDERS
 
 
@@ -131,7 +132,7 @@ def batch_targets(batches: Iterable[MicroBatch], bos_token_id: int) -> list[Ints
     targets = []
     for batch in batches:
         row, column = (batch.labels != IGNORED_LABEL).numpy().nonzero()
-        # A change of row or sample id begins a new sample. Between targets in place there are others, see ``orders``.
+        # A change of row or sample id begins a new sample. Targets in place need not be neighbours, see ``orders``.
         samples = np.stack([row, batch.sample_ids.numpy()[row, column]])
         begins = np.flatnonzero((np.diff(samples, axis=1) != 0).any(axis=0)) + 1
         for labels in np.split(batch.labels.numpy()[row, column], begins):
@@ -141,9 +142,8 @@ def batch_targets(batches: Iterable[MicroBatch], bos_token_id: int) -> list[Ints
 
 
 def _inputs(config: RunConfig, data: PretrainingData, num_rows: int) -> dict[str, Any]:
-    """Returns everything that the baselines depend on."""
     settings = config.m6
-    # Anything missing here would leave stale baselines in use.
+    # If an input were missing here, stale baselines would stay in use.
     return {
         "manifest": sha256(data.manifest.folder / MANIFEST_NAME),
         **data.tokenizer_identities,

@@ -1,4 +1,4 @@
-"""A run that learned to match pictures with texts, as a filter of ``m6 data corpus``."""
+"""A run fine-tuned on image-text matching, as a filter of ``m6 data corpus``."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _OBJECTIVE = "image_text_matching"
 
 
 class CaptionMatcher:
-    """See ``m6.corpus.work.PictureScorer``.
+    """A ``m6.corpus.work.PictureScorer`` of a run.
 
     Args:
-        run: the folder of a run. Its JSON says how long texts were in training, so an exported model is not enough.
+        run: the folder of a run. An exported model is not enough: the run's JSON holds the length of training texts.
 
     Raises:
-        UserError: the folder is no run, or the run was not trained on image_text_matching.
+        UserError: the folder is not a run, or the run was not trained on image_text_matching.
     """
 
     def __init__(self, run: Path) -> None:
@@ -47,7 +47,7 @@ class CaptionMatcher:
         self._max_tokens = max_text_tokens(_OBJECTIVE, config.m6.data.sequence_length, config.model.num_patches)
 
     def __call__(self, pictures: Sequence[bytes], captions: Sequence[str]) -> NDArray[np.float64]:
-        """Returns the probability of "match" against "no match" of N picture files with captions, float64 [N]."""
+        """Returns the probability of "match" against "no match" of N image files with captions, float64 [N]."""
         decoded = [decode_picture(picture, self._model.config.image_size) for picture in pictures]
         odds = match_pairs(self._model, self._processor, decoded, captions, self._max_tokens)
         return expit(odds)

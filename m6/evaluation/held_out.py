@@ -1,4 +1,4 @@
-"""The data that a run is evaluated on: its own, or another folder, with the run's tokenizers."""
+"""The evaluation data of a run: its own folder or another one, read with the run's tokenizers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from m6.runs.data import kept_sources, open_data
 def open_held_out(run_dir: Path, config: RunConfig, folder: Path | None, split: str) -> PretrainingData:
     """Opens one split for the run's objectives.
 
-    Of the run's own folder the sources that it learned from are read; of another one all. Objectives without rows or
-    image codes are left out.
+    From the run's own folder, the sources of its training are read; from another folder, all sources. Objectives
+    without rows or image codes are left out.
 
     Args:
         run_dir: the run.
-        config: its configuration, with the tokenizers to use.
+        config: configuration of the run, with the tokenizers to use.
         folder: a data folder; None: the run's own.
         split: name of a split.
 
     Raises:
-        UserError: the folder or the split is missing or has no rows for an objective of the run; or all its
-            objectives need image codes of the run's image tokenizer, which the folder lacks.
+        UserError: the folder or the split is missing or has no rows for an objective of the run; or all its objectives
+            need image codes, and the folder has none of the run's image tokenizer.
     """
     settings = config.m6
     if folder is None and not (settings.data.path / MANIFEST_NAME).is_file():
@@ -79,7 +79,7 @@ def open_held_out(run_dir: Path, config: RunConfig, folder: Path | None, split: 
 
 
 def describe_left_out(config: RunConfig, data: PretrainingData) -> str:
-    """Names the objectives of the run that the evaluated data cannot measure, and why; empty if there are none."""
+    """Names objectives of the run without evaluation data, with reasons; empty if there are none."""
     sentences = []
     for name in OBJECTIVES:
         if config.m6.objectives.of(name).weight > 0 and name not in data.active_objectives:
@@ -92,7 +92,7 @@ def describe_left_out(config: RunConfig, data: PretrainingData) -> str:
 
 
 def describe_overlap(run_dir: Path, data: PretrainingData) -> str:
-    """Says what the evaluated split shares with training, as the manifest of its data folder counted it."""
+    """Describes the overlap of the evaluated split with training, as counted in the manifest of its data folder."""
     sentences = [describe_shared(data.manifest, data.sources, [split for split in SPLITS if split == data.split])]
     if data.split == "train":
         sentences = ["These are training rows."]
@@ -100,7 +100,7 @@ def describe_overlap(run_dir: Path, data: PretrainingData) -> str:
 
 
 def describe_other_training(run_dir: Path, manifest: Manifest, sources: Sequence[str]) -> str:
-    """Says whether the run, or one before it, has learned from other data than the training rows of these sources."""
+    """Describes training of the run, or of runs before it, on other data than the training rows of these sources."""
     initial = initial_of(run_dir, load_config(run_dir / "config.json"))
     before = initial.lineage() if initial else []
     runs = [("The run", kept_sources(run_dir))]

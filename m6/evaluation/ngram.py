@@ -8,14 +8,14 @@ same context without its first token. Then
     gamma(h)   = (D_m(1) N1(h) + D_m(2) N2(h) + D_m(3) N3+(h)) / sum_v a(hv)
     D_m(k)     = k - (k + 1) * Y * n_(k+1) / n_k  for k = 1, 2, 3;   Y = n_1 / (n_1 + 2 n_2);   D_m(0) = 0
 
-N_c(h) is the number of tokens v with a(hv) = c (N3+: 3 or more, which share one discount). n_c is the number of m-grams
+N_c(h) is the number of tokens v with a(hv) = c (N3+: 3 or more, with one common discount). n_c is the number of m-grams
 with a = c. The adjusted count a is the number of occurrences at the highest order. At lower orders it is the number of
-different tokens that precede the m-gram (Kneser and Ney 1995); an m-gram at the beginning of a sequence has no
-predecessor and keeps its number of occurrences. In an unseen context, p_m = p_(m-1). Order 1 is thus absolute
-discounting against the uniform distribution, and no probability is 0.
+different tokens before the m-gram (Kneser and Ney 1995). An m-gram at the beginning of a sequence has no predecessor
+and keeps its number of occurrences. In an unseen context, p_m = p_(m-1). Order 1 is thus absolute discounting against
+the uniform distribution, and no probability is 0.
 
-m-grams are counted by sorting integer keys. The key of an m-gram combines the number of its first m - 1 tokens among
-the (m-1)-grams with its last token, which fits into 64 bits at every order.
+m-grams are counted by sorting integer keys. The key of an m-gram combines its last token with the number of its first
+m - 1 tokens among the (m-1)-grams. It fits into 64 bits at every order.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# D(1), D(2), D(3) where tiny data have too few counts to estimate them.
+# D(1), D(2), D(3) for tiny data with too few counts to estimate them.
 _FALLBACK_DISCOUNTS = (0.5, 1.0, 1.5)
 
 
 class NGramCounts:
-    """The m-grams of training sequences, from which models of several orders are made.
+    """The m-grams of training sequences, for models of several orders.
 
     Args:
-        sequences: token ids, each ``[bos, ..., eos]``. All begin with the same token, which occurs nowhere else and is
-            never predicted.
+        sequences: token ids, each ``[bos, ..., eos]``. All begin with the same token. This token occurs nowhere else
+            and is never predicted.
         order: the longest m-grams to count. It is reduced to the longest sequence's length.
         vocab_size: V, the number of ids.
 
@@ -64,7 +64,7 @@ class NGramModel:
     """An interpolated modified Kneser-Ney model.
 
     Args:
-        counts: of the training sequences. The model's probabilities sum to 1 over their vocabulary.
+        counts: counts of the training sequences. The model's probabilities sum to 1 over their vocabulary.
         order: n; a token is predicted from the n - 1 tokens before it. It is reduced to the order of the counts.
     """
 
@@ -122,9 +122,9 @@ class _Counts:
 
     Attributes:
         keys: [G] sorted; number of the context * V + last token.
-        occurrences: [G] how often each m-gram occurs.
-        example: [G] index of a token at which the m-gram ends.
-        number: [T] number of the m-gram that ends at each token; -1 where fewer than m tokens precede in the sequence.
+        occurrences: [G] number of occurrences.
+        example: [G] index of one token at the end of the m-gram.
+        number: [T] number of the m-gram ending at each token; -1 at the first m - 1 tokens of a sequence.
     """
 
     keys: Ints
@@ -149,7 +149,7 @@ class _Order:
 
 
 def _join(sequences: Sequence[Sequence[int] | Ints], vocab_size: int) -> tuple[Ints, Ints]:
-    """Concatenates the sequences; returns all tokens, and the position of each token in its sequence."""
+    """Concatenates the sequences. Returns all tokens, and the position of each token in its sequence."""
     if not sequences:
         raise ValueError("there are no sequences")
     arrays = [np.asarray(sequence, np.int64) for sequence in sequences]
@@ -163,17 +163,17 @@ def _join(sequences: Sequence[Sequence[int] | Ints], vocab_size: int) -> tuple[I
 
 
 def _contexts(number: Ints) -> Ints:
-    """Returns the m-gram before each token, given the m-gram that ends at each token. The first entry is not used."""
+    """Returns the m-gram before each token, given the m-gram ending at each token. The first entry is not used."""
     return np.concatenate([[-1], number[:-1]])
 
 
 def _count(keys: Ints, complete: NDArray[np.bool_]) -> _Counts:
-    """Counts the m-grams with the given keys; ``complete`` marks the tokens at which an m-gram ends."""
+    """Counts the m-grams with the given keys; ``complete`` marks tokens at the end of an m-gram."""
     where = np.flatnonzero(complete)
     unique, inverse, occurrences = np.unique(keys[where], return_inverse=True, return_counts=True)
     number = np.full(len(keys), -1, np.int64)
     number[where] = inverse
-    # Any example will do. NumPy's return_index finds the first one, for which it sorts several times as long.
+    # Any example will do. NumPy's return_index gives the first one, and makes sorting several times slower.
     example = np.empty(len(unique), np.int64)
     example[inverse] = where
     return _Counts(unique, occurrences, example, number)
@@ -184,7 +184,7 @@ def _smooth(keys: Ints, adjusted: Ints, num_contexts: int, vocab_size: int) -> _
     discount = _discounts(adjusted)[np.minimum(adjusted, 3)]
     total = np.bincount(context, weights=adjusted, minlength=num_contexts)
     removed = np.bincount(context, weights=discount, minlength=num_contexts)
-    # A context that occurs only at the end of sequences has no continuation: all probability comes from lower orders.
+    # A context only at the end of sequences has no continuation: all probability comes from lower orders.
     backoff = np.divide(removed, total, out=np.ones(num_contexts), where=total > 0)
     return _Order(keys, (adjusted - discount) / total[context], backoff)
 

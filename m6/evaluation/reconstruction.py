@@ -14,11 +14,11 @@ from m6.formatting import markdown_table
 from m6.tokenizers.image.base import ImageTokenizer
 
 _BATCH_SIZE = 64
-_MIN_MSE = 1e-6  # limits the PSNR of an exact reconstruction to 60 dB, so that means stay finite
+_MIN_MSE = 1e-6  # limits the PSNR of an exact reconstruction to 60 dB, to keep means finite
 
 
 def psnr(pixels: Tensor, reference: Tensor) -> Tensor:
-    """Returns the peak signal-to-noise ratio of each picture in dB, for ``[B, 3, H, H]`` in [0, 1]."""
+    """Returns the peak signal-to-noise ratio of each image in dB, for ``[B, 3, H, H]`` in [0, 1]."""
     return psnr_of_mse((pixels - reference).square().flatten(1).mean(1))
 
 
@@ -44,14 +44,14 @@ class CodebookUse:
 
     @property
     def perplexity(self) -> float:
-        """exp of the entropy of the codes: the size of a codebook that is used uniformly with the same entropy."""
+        """exp of the entropy of the codes: the size of a uniformly used codebook with the same entropy."""
         share = self.counts[self.counts > 0].double() / self.counts.sum()
         return math.exp(-(share * share.log()).sum().item())
 
 
 @dataclass(frozen=True)
 class SourceMeasures:
-    """Means over the pictures of one source."""
+    """Means over the images of one source."""
 
     pictures: int
     psnr_db: float
@@ -60,7 +60,7 @@ class SourceMeasures:
 
 @dataclass(frozen=True)
 class Measures:
-    """Means over all pictures, and per source. Usage and perplexity are those of all pictures together."""
+    """Means over all images, and per source. Usage and perplexity are over all images together."""
 
     pictures: int
     psnr_db: float
@@ -83,19 +83,19 @@ class Measures:
 
 @torch.no_grad()
 def measure(tokenizer: ImageTokenizer, pictures: PictureSet, device: torch.device) -> Measures:
-    """Encodes and decodes all pictures of a set and compares them with the originals.
+    """Encodes and decodes all images of a set and compares them with the originals.
 
-    SSIM is that of Wang et al. (2004) with a Gaussian window.
+    SSIM follows Wang et al. (2004) with a Gaussian window.
 
     Args:
         tokenizer: image tokenizer in evaluation mode, on ``device``.
-        pictures: the set; pictures that cannot be decoded are counted.
+        pictures: the set; undecodable images are counted.
         device: device of the tokenizer.
     """
     from torchmetrics.functional.image import structural_similarity_index_measure as ssim
 
     use = CodebookUse(tokenizer.codebook_size)
-    # Kept per picture: a batch can contain pictures of several sources.
+    # Kept per image: a batch can contain images of several sources.
     values: dict[str, list[Tensor]] = {source: [] for source in pictures.sizes}
     num_bad = 0
     for first in range(0, len(pictures), _BATCH_SIZE):

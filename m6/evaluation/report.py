@@ -1,6 +1,6 @@
 """Report of a run in Markdown: validation loss against n-gram models, speed, size and samples.
 
-The mixture is that of the rows that a run has read, not the one that it asked for.
+The reported mixture is computed from the rows read by the run, not from the weights in its configuration.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from m6.runs.provenance import read_attempts
 
 
 def describe_mixture(config: RunConfig, num_samples: int) -> str:
-    """Returns a table of the sources with their shares and how often their rows were read; empty without the data.
+    """Returns a table of the sources with their shares and numbers of epochs; "" if the data folder is missing.
 
     Args:
         config: configuration of the run.
-        num_samples: samples that the run has read.
+        num_samples: number of samples read by the run.
     """
     if not (config.m6.data.path / MANIFEST_NAME).is_file():
         return ""
@@ -60,7 +60,7 @@ def describe_mixture(config: RunConfig, num_samples: int) -> str:
 
 
 def report_file(run_dir: Path, folder: Path | None, split: str | None) -> Path:
-    """Returns where a report goes by default; one on other data or another split does not replace the run's own."""
+    """Returns the default file of a report. A report on other data or another split does not replace the run's own."""
     parts = ["report", *([] if folder is None else [folder.absolute().name]), *([] if split is None else [split])]
     return run_dir / f"{'_'.join(parts)}.md"
 
@@ -70,7 +70,7 @@ def write_report(
 ) -> Path:
     """Evaluates a run's newest checkpoint and writes the report.
 
-    The model that the run began with, the trained model and the n-gram models are measured on the same targets.
+    The initial model, the trained model and the n-gram models are measured on the same targets.
 
     Args:
         run_dir: a run with a complete checkpoint.
@@ -117,7 +117,7 @@ def write_report(
         markdown_table(["quantity", "value"], [*_speed(metrics, config), *_sizes(config, reader, metrics)]),
     ]
     del model
-    # As m6 generate loads it: without a capacity, and knowing what it has learned.
+    # Loaded as in m6 generate: without a capacity, and with the list of learned objectives.
     model, processor = load_run_model(run_dir, device)
     samples = write_samples(
         model,
@@ -137,9 +137,9 @@ class Losses(NamedTuple):
     """Losses of an objective in nats per target.
 
     Attributes:
-        mean: over all targets.
-        targets: their number.
-        by_source: the mean over the targets of each source.
+        mean: mean over all targets.
+        targets: number of targets.
+        by_source: mean over the targets of each source.
     """
 
     mean: float
@@ -172,7 +172,7 @@ def validation_losses(model: M6ForConditionalGeneration, data: PretrainingData, 
 def _load_initial_weights(
     model: M6ForConditionalGeneration, run_dir: Path, config: RunConfig
 ) -> tuple[str | None, str | None]:
-    """Loads the weights that the run began with; returns what they are, or None and why they are not there."""
+    """Loads the initial weights of the run. Returns a title for them, or None and the reason if they are missing."""
     init = config.m6.init
     if init is None:
         # The run's seed gives the same initial weights as in training.
@@ -186,7 +186,7 @@ def _load_initial_weights(
     record = kept_initial(run_dir)
     folders = complete_checkpoints(RunDirectory(init).checkpoints)
     steps = None if record is None else record.steps
-    if steps is not None:  # the run in ``init`` may have gone on
+    if steps is not None:  # the run in ``init`` may have continued since
         folders = [folder for folder in folders if folder.name == step_folder(steps)]
     if not folders:
         return None, f"{init} no longer holds " + ("a checkpoint" if steps is None else f"that of step {steps}")
@@ -195,7 +195,7 @@ def _load_initial_weights(
 
 
 def _missing(config: RunConfig, lost: str | None, baselines: bool) -> str:
-    """Says which columns the table of losses lacks, and why."""
+    """Names missing columns in the table of losses, with reasons."""
     sentences = []
     if lost:
         sentences.append(f" The weights before fine-tuning are left out: {lost}.")
@@ -226,7 +226,7 @@ def _origin(run_dir: Path, config: RunConfig, reader: CheckpointReader, device: 
 
 
 def _baselines_on(held_out: PretrainingData, run_dir: Path, config: RunConfig, num_rows: int) -> Baselines:
-    """The n-gram models of the run's own training split, on other data; empty if the run's data is missing."""
+    """The n-gram models of the run's training split, evaluated on other data; empty if the run's data are missing."""
     if not (config.m6.data.path / MANIFEST_NAME).is_file():
         return {}
     return compute_baselines(config, open_held_out(run_dir, config, None, "train"), num_rows, held_out)
@@ -274,7 +274,7 @@ def _speed(metrics: list[dict[str, Any]], config: RunConfig) -> list[list[str]]:
         return f"{median:{format_value}} (10 % to 90 %: {low:{format_value}} to {high:{format_value}})"
 
     def share(key: str) -> str:
-        # A ratio of sums, so that long intervals count more.
+        # A ratio of sums weights intervals by their length.
         return f"{sum(e[key] for e in entries) / sum(e['step_time_s'] for e in entries):.2%} of the time"
 
     return [
@@ -299,7 +299,7 @@ def _noise(entries: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def _experts(entries: list[dict[str, Any]], config: RunConfig) -> list[list[str]]:
-    """Table rows of what the capacity left over in training: means over the log intervals; none for a dense model."""
+    """Table rows of routing under the capacity in training, as means over log intervals; none for a dense model."""
     if config.model.moe is None or (computed := _mean(entries, "experts_per_token")) is None:
         return []
     by_layer = [entry["experts"]["tokens_without_expert"] for entry in entries if "tokens_without_expert" in entry]
@@ -318,14 +318,14 @@ def _experts(entries: list[dict[str, Any]], config: RunConfig) -> list[list[str]
 
 
 def _mean(entries: list[dict[str, Any]], key: str) -> float | None:
-    """The mean over the log intervals that have a value; None if none has."""
+    """The mean over the log intervals with a value; None if there is none."""
     values = [entry[key] for entry in entries if entry.get(key) is not None]
     return float(np.mean(values)) if values else None
 
 
 def _sizes(config: RunConfig, reader: CheckpointReader, metrics: list[dict[str, Any]]) -> list[list[str]]:
     computed, expected = _mean(metrics, "experts_per_token"), config.expected_routing
-    if computed is None and expected is not None:  # a run whose metrics do not say
+    if computed is None and expected is not None:  # metrics without this value
         computed = expected.experts_per_token
     counts = num_parameters(config.model, experts_per_token=computed)
     return [
@@ -340,7 +340,7 @@ def _loss(nats: float) -> str:
 
 
 def _utilisation(entries: list[dict[str, Any]]) -> list[list[str]]:
-    """Returns a table row, or none if the peak FLOP/s of the device are not known."""
+    """Returns a table row; empty if the peak FLOP/s of the device are unknown."""
     shares = [entry["mfu"] for entry in entries if entry["mfu"] is not None]
     return [["model FLOPs utilisation, median", f"{np.median(shares):.1%}"]] if shares else []
 

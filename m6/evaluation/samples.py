@@ -1,4 +1,4 @@
-"""Unedited samples of a model's output: captions of test pictures and continuations of test passages."""
+"""Unedited samples of a model's output: captions of test images and continuations of test passages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from m6.generation.captioning import caption, continue_as_learned
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.tokenizers.processor import M6Processor
 
-PICTURES = 64  # pictures captioned per source
+PICTURES = 64  # images captioned per source
 SHOWN = 5  # samples shown per source
-PROMPT_CHARACTERS = 10  # characters of a passage that form the prompt
+PROMPT_CHARACTERS = 10  # characters of a passage used as the prompt
 
 
 def write_samples(
@@ -31,20 +31,20 @@ def write_samples(
     folder: Path,
     split: str = "test",
 ) -> str:
-    """Captions pictures and continues passages of a split.
+    """Captions images and continues passages of a split.
 
-    The samples are the first rows in a fixed random order, so they are not selected by quality.
+    The samples are the first rows in a fixed random order: they are not selected by quality.
 
     Args:
-        model: in evaluation mode.
+        model: the model in evaluation mode.
         processor: processor of the model.
         manifest: manifest of the data folder.
-        sources: names of the sources; other kinds than pictures and texts are skipped.
-        folder: the shown pictures are written here as PNG; it lies beside the file that takes the Markdown.
+        sources: names of the sources; other kinds than images and texts are skipped.
+        folder: folder for the shown images (PNG), in the same folder as the Markdown file.
 
     Returns:
-        Markdown. For each source of pictures: the share of captions that are equal to the reference, among up to
-        ``PICTURES`` pictures, and the first ``SHOWN`` captions. For each source of texts: ``SHOWN`` continuations.
+        Markdown. For each source of images: the number of captions equal to the reference, among up to ``PICTURES``
+        images, and the first ``SHOWN`` captions. For each source of texts: ``SHOWN`` continuations.
     """
     parts = []
     for source in sources:
@@ -63,7 +63,7 @@ def _captions(
     rows = list(_rows(manifest, source, split, PICTURES))
     pictures = [Image.open(io.BytesIO(row["image"])) for row in rows]
     longest = max(len(processor.tokenizer.encode_ids(row["text"])) for row in rows)
-    # Room for the references, where the model has it.
+    # Room for the longest reference, up to the model's length.
     most = min(max(24, longest + 1), model.config.max_position_embeddings)
     texts = caption(model, processor, pictures, num_beams=1, max_new_tokens=most, do_sample=False)
     exact = sum(text == processor.tokenizer.writable(row["text"]) for text, row in zip(texts, rows, strict=True))
@@ -99,5 +99,5 @@ def _rows(manifest: Manifest, source: str, split: str, number: int) -> Iterator[
 
 
 def _cell(text: str) -> str:
-    """Returns a text as one line without unescaped bars, which would break a Markdown table."""
+    """Returns a text as one line with escaped bars, for a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")

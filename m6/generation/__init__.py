@@ -1,1 +1,1 @@
-"""Generation: captions, continuations of texts, and pictures from texts."""
+"""Generation: captions of images, continuations of texts, and images from texts."""

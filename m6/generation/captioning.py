@@ -1,4 +1,4 @@
-"""Text generation: captions of pictures and continuations of prompts."""
+"""Text generation: captions of images and continuations of prompts."""
 
 import sys
 from collections.abc import Sequence
@@ -43,17 +43,17 @@ def caption(
     batch_size: int = 64,
     **generate_kwargs: Any,
 ) -> list[str]:
-    """Generates a caption for each picture, as in M6's pretraining (arXiv 2103.00823, section 3), or an answer.
+    """Generates a caption of each image (arXiv 2103.00823, section 3), or an answer to a question.
 
     Args:
         model: in evaluation mode.
         processor: processor of the model.
-        images: N pictures.
-        questions: N texts, each the source beside its picture, as in the objective visual_question_answering; None:
+        images: N images.
+        questions: N texts, used as sources with their images, as in the objective visual_question_answering; None:
             captions.
         num_beams: width of the beam search; 1 is greedy decoding.
         max_new_tokens: longest caption or answer, ``<eos>`` included.
-        batch_size: texts that are written at a time.
+        batch_size: texts generated at a time.
         generate_kwargs: passed to ``model.generate``.
 
     Returns:
@@ -71,13 +71,13 @@ def caption(
 def warn_unless_learned(
     model: M6ForConditionalGeneration, folder: Path, objectives: Sequence[str], written: str
 ) -> None:
-    """Prints a warning if the model of a folder does not say that it has learned one of some objectives.
+    """Prints a warning if a model's list of learned objectives has none of these.
 
     Args:
-        model: as loaded from the folder.
-        folder: named in the warning.
-        objectives: each of them teaches to write what is asked for.
-        written: what that is, such as "captions".
+        model: the model, loaded from the folder.
+        folder: folder of the model, for the warning.
+        objectives: objectives for the requested kind of output.
+        written: the kind of output, such as "captions".
     """
     if not {*objectives} & {*model.learned_objectives}:
         print(
@@ -90,10 +90,10 @@ def warn_unless_learned(
 def continue_as_learned(
     model: M6ForConditionalGeneration, processor: "M6Processor", prompts: Sequence[str], **options: Any
 ) -> list[str]:
-    """Continues texts in the way that the model says it has learned.
+    """Continues texts by a learned objective of the model.
 
-    That is ``continue_text``; or, of a model that was trained on text_continuation and not on language_modelling, the
-    prompt is the source, and what follows it the target.
+    The default is ``continue_text``. For a model trained on text_continuation and not on language_modelling, the prompt
+    is the source, and the continuation is the target.
 
     Args:
         model: in evaluation mode.
@@ -146,14 +146,14 @@ def write_targets(
     batch_size: int = 64,
     **generate_kwargs: Any,
 ) -> list[str]:
-    """Writes the targets of N sources, as the objectives without pictures train a model to.
+    """Writes the targets of N sources, for objectives without images.
 
     Args:
         model: in evaluation mode.
         processor: processor of the model.
         sources: token ids of each source, of any lengths.
         max_new_tokens: longest target, ``<eos>`` included.
-        batch_size: targets that are written at a time.
+        batch_size: targets generated at a time.
         generate_kwargs: passed to ``model.generate``.
 
     Returns:
@@ -168,7 +168,7 @@ def write_targets(
 
 
 def _padded(rows: list[list[int]], pad_token_id: int) -> Tensor:
-    """Padded on the left, so that the new tokens follow the prompts."""
+    """Pads on the left, so new tokens follow the prompts."""
     length = max(map(len, rows))
     return torch.tensor([[pad_token_id] * (length - len(row)) + row for row in rows])
 
@@ -179,7 +179,7 @@ def _generate_text(
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     text_only = LogitsProcessorList([TextOnly(model.config)])
     sequences = model.generate(inputs.pop("input_ids"), logits_processor=text_only, **inputs, **generate_kwargs)
-    # Prompt and continuation are decoded together, because a word may be split between them.
+    # Prompt and continuation are decoded together: a word may be split between them.
     targets = [row[row.index(model.config.bos_token_id) + 1 :] for row in sequences.tolist()]
     texts = [[token for token in target if token < model.config.text_vocab_size] for target in targets]
     return [str(tokenizer.decode(text)) for text in texts]

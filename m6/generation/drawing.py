@@ -1,8 +1,8 @@
-"""Generation of image codes from text, in two ways: from left to right, or all codes at once in a few passes.
+"""Generates image codes from text: from left to right, or masked, all codes at once in a few passes.
 
-In the second way all codes are hidden at first. Each pass draws every hidden code, keeps the codes with the greatest
-certainty, and hides the others again, until all are kept: MaskGIT (arXiv 2202.04200, section 3.2), as M6-UFC (arXiv
-2105.14211) draws with M6.
+In masked decoding all codes are hidden at first. Each pass samples every hidden code, keeps the most certain codes, and
+hides the others again, until all are kept: MaskGIT (arXiv 2202.04200, section 3.2), used for M6 in M6-UFC (arXiv
+2105.14211).
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def draw_left_to_right(
     sampling: Sampling,
     on_step: Callable[[], object] = lambda: None,
 ) -> Tensor:
-    """Generates the image codes of B captions. Each position is restricted to image codes.
+    """Generates the image codes of B captions from left to right. Each position is restricted to image codes.
 
     Args:
         model: in evaluation mode.
         processor: processor of the model.
         captions: B texts.
         uniform: [B, N] random numbers in [0, 1), one per code.
-        grid: the image tokenizer, whose codes are drawn.
-        sampling: how codes are drawn.
+        grid: the image tokenizer of the codes.
+        sampling: settings for sampling codes.
         on_step: called after each of the N steps.
 
     Returns:
@@ -62,8 +62,7 @@ def draw_left_to_right(
     positions = derive_position_ids(types, mask)
     first, book_size = tokenizer.image_code_to_id(0), grid.codebook_size // grid.codes_per_place
     uniform = uniform.to(model.device)
-    # A static cache has a fixed shape, so it is allocated once.
-    # - 1: the last code is never an input.
+    # A static cache has a fixed shape and is allocated once. It has no room for the last code, which is never an input.
     cache = StaticCache(model.config, max_cache_len=input_ids.shape[1] + num_codes - 1)
     codes = torch.empty(uniform.shape, dtype=torch.int64, device=model.device)
     for step in range(num_codes):
@@ -75,7 +74,7 @@ def draw_left_to_right(
             past_key_values=cache,
             logits_to_keep=1,
         )
-        # Places of several codes have one of each codebook, in their order.
+        # A grid position has one code of each codebook, in their order.
         begin = first + step % grid.codes_per_place * book_size
         scores = sampling.guide(output.logits[:, -1, begin : begin + book_size].float())
         codes[:, step] = begin - first + draw_by_numbers(sampling.probabilities(scores), uniform[:, step])
@@ -87,11 +86,11 @@ def draw_left_to_right(
 
 
 HIDDEN = -1
-_CHOICE_TEMPERATURE = 4.5  # of the noise that is added to the certainty of the first pass, as in MaskGIT's code
+_CHOICE_TEMPERATURE = 4.5  # of the noise on the certainty in the first pass, as in MaskGIT's code
 
 
 def num_masked_numbers(grid: CodeGrid, sampling: Sampling) -> int:
-    """Returns how many random numbers a picture takes: in each pass two for each code."""
+    """Returns the number of random numbers for an image: two for each code in each pass."""
     return sampling.num_passes * 2 * grid.num_codes
 
 
@@ -107,16 +106,16 @@ def draw_masked(
     known: Tensor | None = None,
     on_step: Callable[[], object] = lambda: None,
 ) -> Tensor:
-    """Generates the image codes of B captions.
+    """Generates the image codes of B captions by masked decoding.
 
     Args:
         model: in evaluation mode, trained on the objective image_code_denoising.
         processor: processor of the model.
         captions: B texts.
         uniform: [B, ``num_masked_numbers``] random numbers in [0, 1).
-        grid: the image tokenizer, whose N codes are drawn.
-        sampling: how codes are drawn, and in how many passes.
-        known: int64 [B, N] codes that stay as they are, HIDDEN where a code is drawn; None: all are drawn.
+        grid: the image tokenizer; an image has N codes.
+        sampling: settings for sampling codes, with the number of passes.
+        known: int64 [B, N] fixed codes, HIDDEN at codes to generate; None: all are generated.
         on_step: called after each pass.
 
     Returns:
@@ -131,11 +130,11 @@ def draw_masked(
     inputs = processor(text=sampling.sources(captions), target_prefix=[*row, tokenizer.eos_token_id]).to(device)
     input_ids, types, mask = inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"]
     positions = derive_position_ids(types, mask)
-    types = types.masked_fill(types == TARGET, SOURCE)  # the codes see each other in both directions
-    # Prompts are padded on the left, so the codes of all rows are in the same columns, before <eoi> and <eos>.
+    types = types.masked_fill(types == TARGET, SOURCE)  # bidirectional attention between codes
+    # Prompts are padded on the left, so the codes of all rows are in the same columns: before <eoi> and <eos>.
     columns = torch.arange(-2 - grid.num_codes, -2, device=device) + input_ids.shape[1]
     first, book_size = tokenizer.image_code_to_id(0), grid.codebook_size // grid.codes_per_place
-    # The rows of the head that can be drawn from: those of the whole vocabulary would take a quarter of the time.
+    # Only the head's rows of image codes: with the whole vocabulary, the head would take a quarter of the time.
     tokens = model.model.embeddings.tokens.weight
     heads = tokens[first : first + grid.codebook_size].unflatten(0, (-1, book_size))
     books = torch.arange(grid.num_codes, device=device) % grid.codes_per_place
@@ -150,14 +149,14 @@ def draw_masked(
         output = model.model(input_ids=input_ids, token_type_ids=types, position_ids=positions, attention_mask=mask)
         scores = sampling.guide(_own_codebook(output.last_hidden_state[:, columns], heads)).flatten(0, 1)
         drawn = draw_by_numbers(sampling.probabilities(scores), numbers[:, step, 0].flatten())
-        # Without top_k and top_p, under which a code that is drawn may have the probability 1 everywhere.
+        # Certainty ignores top_k and top_p: under them the sampled code may have probability 1 everywhere.
         likelihoods = sampling.tempered(scores).softmax(dim=-1)
         certainty = likelihoods.gather(1, drawn.unsqueeze(1)).log().view(codes.shape)
         noise = -(-numbers[:, step, 1].clamp(min=torch.finfo(torch.float32).tiny).log()).log()  # Gumbel
         done = (step + 1) / sampling.num_passes
         certainty = certainty + _CHOICE_TEMPERATURE * (1 - done) * (sampling.effective_temperature > 0) * noise
         codes = torch.where(hidden, drawn.view(codes.shape) + books * book_size, codes)
-        # What was kept stays; of the rest, the least certain are hidden again.
+        # Kept codes stay. The least certain of the others are hidden again. argsort of argsort gives ranks.
         rank = certainty.masked_fill(~hidden, math.inf).argsort(dim=1, stable=True).argsort(dim=1)
         num_again = (num_hidden * math.cos(math.pi / 2 * done)).long()
         codes = codes.masked_fill(rank < num_again.unsqueeze(1), HIDDEN)
@@ -169,8 +168,8 @@ def _own_codebook(hidden_states: Tensor, heads: Tensor) -> Tensor:
     """Returns the logits of each code in its own codebook: fp32 [B, N, K].
 
     Args:
-        hidden_states: [B, N, D]; the codes of a place are neighbours, one of each book.
-        heads: [books, K, D].
+        hidden_states: [B, N, D]; the codes of a grid position are neighbours, one of each codebook.
+        heads: output matrices of the codebooks, [codebooks, K, D].
     """
     by_place = hidden_states.unflatten(1, (-1, len(heads)))
     return torch.einsum("npbd,bkd->npbk", by_place, heads).flatten(1, 2).float()
@@ -178,12 +177,12 @@ def _own_codebook(hidden_states: Tensor, heads: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Draft:
-    """A picture to draw. It depends only on these, not on the pictures that are drawn beside it.
+    """An image to draw. The result depends only on these fields, not on other images of the batch.
 
     Attributes:
-        caption: its text.
+        caption: text of the image.
         seed: any integer.
-        index: its number among the pictures of the caption.
+        index: number of the image among the images of the caption.
     """
 
     caption: str
@@ -192,11 +191,11 @@ class Draft:
 
 
 def resolve_sampling(model: M6ForConditionalGeneration, sampling: Sampling) -> Sampling:
-    """Fills in ``sampling.decoding`` by what the model was trained for, and its temperature.
+    """Fills in a missing decoding and temperature from the model.
 
     Raises:
-        UserError: the model was not trained for the decoding that is asked for, or draws only left to right, and passes
-            are asked for.
+        UserError: the model was not trained for the requested decoding, or ``passes`` is given and the model draws only
+            from left to right.
     """
     trained = model.decodings
     if not trained:
@@ -215,7 +214,7 @@ def resolve_sampling(model: M6ForConditionalGeneration, sampling: Sampling) -> S
 
 
 def num_steps(grid: CodeGrid, sampling: Sampling) -> int:
-    """Returns the passes of the model for a batch, with the decoding of ``resolve_sampling``."""
+    """Returns the number of model passes for a batch; ``sampling`` comes from ``resolve_sampling``."""
     return sampling.num_passes if sampling.decoding == "masked" else grid.num_codes
 
 
@@ -229,15 +228,15 @@ def draw_codes(
     known: Tensor | None = None,
     on_step: Callable[[], object] = lambda: None,
 ) -> Tensor:
-    """Generates the image codes of B pictures.
+    """Generates the image codes of B images.
 
     Args:
         model: in evaluation mode.
         processor: processor of the model.
-        drafts: B pictures to draw.
-        grid: the image tokenizer, whose N codes are drawn.
-        sampling: how codes are drawn, as ``resolve_sampling`` returns it.
-        known: codes that stay as they are, see ``draw_masked``; only with "masked".
+        drafts: B images to draw.
+        grid: the image tokenizer; an image has N codes.
+        sampling: result of ``resolve_sampling``.
+        known: fixed codes, see ``draw_masked``; only with "masked".
         on_step: called after each pass of the model.
 
     Returns:

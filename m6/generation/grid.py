@@ -1,6 +1,6 @@
-"""Generated pictures as a grid with captions at the left, and as a folder of PNG files with ``captions.jsonl``.
+"""Writes generated images as a grid with captions on the left, or as a folder of PNG files.
 
-Each line of ``captions.jsonl`` is ``{"file": ..., "caption": ...}``.
+The folder also holds ``captions.jsonl``, with a line ``{"file": ..., "caption": ...}`` for each image.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CAPTIONS_NAME = "captions.jsonl"
 
 
 def write_pictures(images: list[Image.Image], captions: list[str], folder: Path) -> None:
-    """Writes the pictures as PNG and ``captions.jsonl`` to a folder that does not exist or is empty: all or nothing."""
+    """Writes images as PNG and ``captions.jsonl`` to a new or empty folder: all or nothing."""
     lines = []
     with new_folder(folder.absolute()) as partial:
         for index, (picture, caption) in enumerate(zip(images, captions, strict=True)):
@@ -31,19 +31,19 @@ def write_pictures(images: list[Image.Image], captions: list[str], folder: Path)
         (partial / CAPTIONS_NAME).write_text("".join(lines), encoding="utf-8")
 
 
-GAP = 2  # pixels between pictures
-_MARGIN = 6  # pixels beside a caption
+GAP = 2  # pixels between images
+_MARGIN = 6  # pixels at the left and right of a caption
 _CAPTION_EMS = 12  # longest line of a caption, in widths of a Chinese character
 _COLOUR = "#202020"
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def picture_grid(rows: Sequence[Sequence[Image.Image]], captions: Sequence[str] = ()) -> Image.Image:
-    """Arranges pictures of equal size on white.
+    """Arranges images of equal size on white.
 
     Args:
-        rows: pictures from left to right, rows from top to bottom.
-        captions: a text for each row, written at its left, cut where it is longer than the row is high; or none.
+        rows: images from left to right, rows from top to bottom.
+        captions: a text for each row, written at its left and cut to the height of the row; or none.
     """
     width, height = rows[0][0].size
     font = _font(height)
@@ -62,20 +62,21 @@ def picture_grid(rows: Sequence[Sequence[Image.Image]], captions: Sequence[str] 
 
 
 def in_rows(pictures: Sequence[Image.Image], columns: int | None = None) -> list[Sequence[Image.Image]]:
-    """Divides pictures into rows of ``columns``; without it the grid is about square."""
+    """Splits images into rows of ``columns``; None: about square."""
     columns = columns or math.ceil(math.sqrt(len(pictures)))
     return [pictures[begin : begin + columns] for begin in range(0, len(pictures), columns)]
 
 
 def _font(height: int) -> Font:
-    size = min(max(height // 5, 11), 24)  # legible, and four lines in a row of pictures of 64 pixels
+    size = min(max(height // 5, 11), 24)  # legible, and four lines for an image of 64 pixels
     path = chinese_font()
     return ImageFont.load_default(size) if path is None else ImageFont.truetype(path, size)
 
 
 def _wrapped(text: str, font: Font, height: int) -> str:
-    """Breaks a text at any Chinese character, between Latin words and in words that are longer than a line, and cuts it
-    to the lines of a row.
+    """Breaks a text into lines and cuts it to the height of a row.
+
+    Lines break at any Chinese character, between Latin words, and inside words longer than a line.
     """
     limit = _CAPTION_EMS * font.getlength("国")
     lines = [""]

@@ -1,6 +1,6 @@
 """Log-likelihoods of given targets under a model.
 
-That of a caption chooses among pictures, and those of labels choose a label for a text or a picture.
+The likelihood of a caption ranks candidate images. Likelihoods of labels classify a text or an image.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def target_log_likelihoods(
     pictures: Sequence[np.ndarray | None],
     batch_size: int = 64,
 ) -> Tensor:
-    """Returns log p(target, <eos> | picture, source) of N examples.
+    """Returns log p(target, <eos> | image, source) of N examples.
 
     Args:
         model: in evaluation mode.
         processor: processor of the model.
         examples: N examples.
-        pictures: the picture of each example, uint8 [image_size, image_size, 3], or None.
-        batch_size: examples per forward pass. Examples are sorted by length first, which reduces padding.
+        pictures: the image of each example, uint8 [image_size, image_size, 3], or None.
+        batch_size: examples per forward pass. Examples are sorted by length to reduce padding.
 
     Returns:
         fp64 [N] on the CPU, in nats.
@@ -65,12 +65,12 @@ def target_log_likelihoods(
 def caption_scores(
     model: M6ForConditionalGeneration, processor: M6Processor, images: Sequence[Image], captions: Sequence[str]
 ) -> Tensor:
-    """Returns the likelihood of each caption given its picture, by which candidates are selected.
+    """Returns the likelihood of each caption given its image, for ranking candidates.
 
     Args:
         model: in evaluation mode, trained on image captioning.
         processor: processor of the model.
-        images: B pictures.
+        images: B images.
         captions: B texts.
 
     Returns:
@@ -78,7 +78,7 @@ def caption_scores(
     """
     side = model.config.image_size
     examples = [Example(source_ids=[], target_ids=processor.tokenizer.encode_ids(caption)) for caption in captions]
-    # The image tokenizer and the model may have pictures of different sizes, and a repainted one keeps its own.
+    # Resized, since the image tokenizer and the model may differ in image size, and a repainted image keeps its own.
     pictures = [square_pixels(image, side) for image in images]
     lengths = torch.tensor([len(example.target_ids) + 1 for example in examples])
     return target_log_likelihoods(model, processor, examples, pictures) / lengths
@@ -91,15 +91,15 @@ def label_log_likelihoods(
     labels: Sequence[str],
     pictures: Sequence[np.ndarray] | None = None,
 ) -> Tensor:
-    """Returns log p(label, <eos> | picture, source) of N sources and L labels.
+    """Returns log p(label, <eos> | image, source) of N sources and L labels.
 
     Args:
-        model: fine-tuned on text_classification, or with pictures on visual_question_answering or image_text_matching,
-            whose labels are ``MATCH`` and ``NO_MATCH``; in evaluation mode.
+        model: in evaluation mode, fine-tuned on text_classification, or with images on visual_question_answering or
+            image_text_matching (with the labels ``MATCH`` and ``NO_MATCH``).
         processor: processor of the model.
         sources: the token ids of N texts.
         labels: L candidates.
-        pictures: N pictures, uint8 [image_size, image_size, 3], or None.
+        pictures: N images, uint8 [image_size, image_size, 3], or None.
 
     Returns:
         fp64 [N, L] on the CPU, in nats.

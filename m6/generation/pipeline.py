@@ -1,4 +1,4 @@
-"""Text-to-image pipeline: the model, its processor and the image tokenizer in one object."""
+"""Text-to-image pipeline: model, processor and image tokenizer in one object."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextToImageOutput:
-    """Pictures of B captions; the ``num_images`` pictures of a caption are consecutive.
+    """Images of B captions; the ``num_images`` images of a caption are consecutive.
 
     Attributes:
-        images: B * num_images pictures.
-        codes: int64 [B * num_images, N], the image codes of the pictures.
-        scores: fp64 [B * num_images], mean log-likelihood of the caption given the picture, in nats. The pictures of a
-            caption are sorted by it, best first. None without ``num_candidates``.
-        warnings: what of the captions the model does not know, see ``M6TextToImagePipeline.caption_warnings``.
+        images: B * num_images images.
+        codes: int64 [B * num_images, N], the image codes of the images.
+        scores: fp64 [B * num_images], mean log-likelihood of the caption given the image, in nats. The images of a
+            caption are sorted by score, best first. None without ``num_candidates``.
+        warnings: unknown parts of the captions, see ``M6TextToImagePipeline.caption_warnings``.
     """
 
     images: list[Image.Image]
@@ -56,8 +56,8 @@ class M6TextToImagePipeline:
     Args:
         model: fine-tuned on the objective image_code_denoising or text_to_image.
         processor: processor of the model.
-        image_tokenizer: the image tokenizer that made the codes of the model's training data.
-        seen: of what the captions of its training are made; None: unknown.
+        image_tokenizer: the image tokenizer of the model's training data.
+        seen: record of the training captions; None: unknown.
 
     Raises:
         UserError: the model's vocabulary has too few image codes for the image tokenizer.
@@ -78,7 +78,7 @@ class M6TextToImagePipeline:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, device: torch.device | str = "cpu") -> M6TextToImagePipeline:
-        """Loads a folder that ``save_pretrained`` or ``m6 export`` wrote, or a run's newest checkpoint.
+        """Loads a folder written by ``save_pretrained`` or ``m6 export``, or a run's newest checkpoint.
 
         Raises:
             UserError: the folder holds no model, or a model without an image tokenizer.
@@ -96,9 +96,9 @@ class M6TextToImagePipeline:
             write_captions(Path(folder), self.seen)
 
     def caption_warnings(self, caption: str) -> list[str]:
-        """Says what of a caption the model does not know: characters without a piece, and what no training caption has.
+        """Returns warnings of characters unknown to the tokenizer, and of parts missing in all training captions.
 
-        The latter is in a record beside the weights; without it only the former is known.
+        Without a record of training captions (``seen``), only unknown characters are found.
         """
         tokenizer, warnings = self.processor.tokenizer, []
         if unknown := unknown_characters(tokenizer, caption):
@@ -118,26 +118,27 @@ class M6TextToImagePipeline:
         batch_size: int = 16,
         progress: bool = True,
     ) -> TextToImageOutput:
-        """Generates pictures of each caption.
+        """Generates images of each caption.
 
-        A picture depends only on its caption, its index and the seed, not on ``batch_size`` or the other captions, but
-        for rounding, which differs between shapes and devices, by enough to change pictures of a model in bf16.
+        An image depends only on its caption, its index and the seed, not on ``batch_size`` or the other captions. But
+        rounding differs between shapes and devices, and in bf16 this is enough to change images.
 
         Args:
-            captions: a text, or B texts; the pictures of a text that is given twice are those of one call for twice as
-                many, without ``num_candidates``.
-            num_images: pictures per caption.
-            num_candidates: if given, so many pictures are generated per caption, and the ``num_images`` are kept that
-                give the caption the highest likelihood under the model, as in M6.
-            repaint: a picture of which only a part is drawn anew, as the caption says.
-            sampling: how codes are drawn.
+            captions: a text, or B texts. Without ``num_candidates``, a text given twice gets the same images as one
+                text with twice as many.
+            num_images: images per caption.
+            num_candidates: if given, the number of images generated per caption. The best ``num_images`` are kept,
+                ranked by the caption's likelihood under the model, as in M6.
+            repaint: an image and a part of it to draw anew by the caption.
+            sampling: settings for sampling codes.
             seed: any integer.
-            batch_size: pictures generated at once.
+            batch_size: images generated at once.
             progress: show a progress bar on a terminal.
 
         Raises:
-            UserError: there is no caption, one is empty or too long, there are fewer candidates than pictures, or the
-                model was not trained for the decoding, or for captioning, by which it chooses among candidates.
+            UserError: there is no caption, a caption is empty or too long, there are fewer candidates than images,
+                the model was not trained for the decoding, or candidates are requested and it was not trained for
+                captioning.
         """
         texts = [captions] if isinstance(captions, str) else list(captions)
         num_drawn = num_images if num_candidates is None else num_candidates
@@ -151,12 +152,12 @@ class M6TextToImagePipeline:
                 "m6.objectives.image_captioning; if it has, and an older version exported it, export it again"
             )
         if repaint is not None and sampling.decoding is None:
-            sampling = replace(sampling, decoding="masked")  # the other way knows only what is above and to the left
+            sampling = replace(sampling, decoding="masked")  # left_to_right sees only the codes before
         sampling = resolve_sampling(self.model, sampling)
         if repaint is not None and sampling.decoding != "masked":
             raise UserError(f'repainting needs the decoding "masked", found "{sampling.decoding}"')
         grid = self.image_tokenizer
-        # Before the first long batch.
+        # Fails before the first long batch.
         check_captions(
             self.model.config,
             self.processor.tokenizer,
@@ -166,7 +167,7 @@ class M6TextToImagePipeline:
         )
         warnings = [each for text in dict.fromkeys(texts) for each in self.caption_warnings(text)]
         known = None if repaint is None else repaint.known_codes(grid)
-        # A caption that is given again goes on in the count, because its pictures would be the same ones.
+        # The index of a repeated caption goes on: with equal indices its images would be the same.
         counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         drafts = [Draft(text, seed, next(counts[text])) for text in texts for _ in range(num_drawn)]
         codes, images, scores = [], [], []
@@ -191,8 +192,8 @@ class M6TextToImagePipeline:
                     scores.append(caption_scores(self.model, self.processor, images[-len(batch) :], batch_captions))
         if num_candidates is None:
             return TextToImageOutput(images, torch.cat(codes), None, warnings)
-        # Codes, images and scores are ordered by caption, then by candidate.
-        # The sort is stable, so that equal scores keep the order of the candidates on every device.
+        # Codes, images and scores are ordered by caption, then by candidate. The sort is stable: equal scores keep the
+        # order of the candidates on every device.
         ranking = torch.cat(scores).view(len(texts), num_drawn).argsort(dim=1, descending=True, stable=True)
         best = (ranking[:, :num_images] + torch.arange(len(texts)).unsqueeze(1) * num_drawn).flatten()
         chosen = [images[i] for i in best.tolist()]
@@ -201,7 +202,7 @@ class M6TextToImagePipeline:
 
 @torch.no_grad()
 def paint(image_tokenizer: ImageTokenizer, codes: Tensor) -> list[Image.Image]:
-    """Decodes int64 codes [B, N] to pictures."""
+    """Decodes int64 codes [B, N] to images."""
     device = next(image_tokenizer.parameters()).device
     return [Image.fromarray(picture) for picture in to_bytes(image_tokenizer.decode(codes.to(device)))]
 

@@ -1,4 +1,4 @@
-"""Repainting: a part of a picture is drawn anew, and the rest stays as it is."""
+"""Repainting (inpainting): draws a part of an image anew and keeps the rest."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Repaint:
-    """A picture and the box of it that is drawn anew.
+    """An image, and the box to draw anew.
 
     Attributes:
-        picture: of any size; it is turned upright, padded with white to a square and resized, as in training.
-        box: left, top, right and bottom in pixels of the upright picture; right and bottom are excluded.
+        picture: an image of any size. It is rotated upright, padded with white to a square and resized, as in
+            training.
+        box: left, top, right and bottom in pixels of the upright image; right and bottom are exclusive.
 
     Raises:
-        UserError: the box is empty, or leaves the picture.
+        UserError: the box is empty or leaves the image.
     """
 
     picture: Image.Image
@@ -45,7 +46,7 @@ class Repaint:
             )
 
     def known_codes(self, image_tokenizer: ImageTokenizer) -> Tensor:
-        """Encodes the picture: int64 [1, N], HIDDEN at every place that the box touches."""
+        """Encodes the image: int64 [1, N], HIDDEN at every grid position touched by the box."""
         square = square_rgb(self.picture)
         size = (image_tokenizer.image_size, image_tokenizer.image_size)
         pixels = np.array(square.resize(size, M6ImageProcessor.resample))
@@ -62,7 +63,7 @@ class Repaint:
         return places.view(1, -1)
 
     def framed(self, drawn: Image.Image) -> Image.Image:
-        """Returns the upright picture as RGB on white, in its own size, with the box taken from what was drawn."""
+        """Returns the upright image as RGB on white, in its own size, with the box from the drawn image."""
         square, box = square_rgb(self.picture).copy(), self._box_in_square()
         square.paste(drawn.resize(square.size, M6ImageProcessor.resample).crop(box), box)
         width, height = self._upright().size

@@ -1,4 +1,4 @@
-"""How image codes are drawn: the settings, and random numbers that belong to one picture."""
+"""Sampling of image codes: settings, and random numbers of an image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST = 1000.0  # with larger guidance logits could overflow
 
 
 class CodeGrid(Protocol):
-    """What drawing has to know of an image tokenizer; see ``ImageTokenizer`` for the attributes."""
+    """The sizes of an image tokenizer's codes; see ``ImageTokenizer`` for the attributes."""
 
     codebook_size: int
     codes_per_place: int
@@ -28,21 +28,22 @@ class CodeGrid(Protocol):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a code is drawn from the model's logits.
+    """Settings for sampling a code from the model's logits.
 
     Attributes:
         guidance_scale: g in ``unconditional + g * (conditional - unconditional)``, classifier-free guidance (arXiv
             2207.12598). 1 is no guidance, and no unconditional logits are computed.
-        temperature: divides the logits; 0 takes the most likely code. None: that of the model, see
+        temperature: divides the logits; 0 takes the most likely code. None: the model's temperature, see
             ``resolve_sampling``, or else ``m6.decoding.TEMPERATURE``.
-        top_k: draw from the k most likely codes; None: from all.
-        top_p: draw from the fewest codes whose probabilities sum to p; None: from all.
-        decoding: "masked": all codes at once, in several passes; "left_to_right": one after the other. None: as the
-            model was trained, masked if it was trained for both.
-        passes: passes of the model for a picture with "masked", see ``m6.generation.drawing``; None: 12.
+        top_k: samples from the k most likely codes; None: from all.
+        top_p: samples from the smallest set of codes with a total probability of at least p; None: from all.
+        decoding: "masked": all codes at once, in several passes; "left_to_right": one after the other. None: the
+            decoding of the model's training; masked if it was trained for both.
+        passes: passes of the model for an image with "masked", see ``m6.generation.drawing``; None: 12.
 
     Raises:
-        UserError: a value is out of range, or passes are given with "left_to_right", also when it is chosen later.
+        UserError: a value is out of range, or ``passes`` is given with "left_to_right". The latter is also checked when
+            ``resolve_sampling`` chooses the decoding.
     """
 
     guidance_scale: float = 2.0
@@ -72,25 +73,25 @@ class Sampling:
 
     @property
     def num_passes(self) -> int:
-        """Passes of the model for a picture with "masked"."""
+        """Passes of the model for an image with "masked"."""
         return 12 if self.passes is None else self.passes
 
     @property
     def effective_temperature(self) -> float:
-        """The temperature that codes are drawn with."""
+        """The temperature, or its default."""
         return TEMPERATURE if self.temperature is None else self.temperature
 
     @property
     def is_guided(self) -> bool:
-        """Whether unconditional logits are computed too."""
+        """Whether unconditional logits are needed."""
         return self.guidance_scale != 1
 
     def sources(self, captions: Sequence[str]) -> list[str]:
-        """Returns the sources of a batch for B captions: with guidance B more, which are empty."""
+        """Returns the sources of a batch for B captions: with guidance, followed by B empty ones."""
         return [*captions, *([""] * len(captions) if self.is_guided else [])]
 
     def guide(self, scores: Tensor) -> Tensor:
-        """Maps the logits of ``sources``, [B or 2 B, ...], to those that codes are drawn from, [B, ...]."""
+        """Applies guidance to the logits of ``sources``: [B or 2 B, ...] to [B, ...]."""
         if not self.is_guided:
             return scores
         conditional, unconditional = scores.chunk(2)
@@ -98,41 +99,41 @@ class Sampling:
 
     def tempered(self, scores: Tensor) -> Tensor:
         """Divides logits by the temperature, in fp64; at temperature 0 they stay as they are."""
-        # fp64, so that rounding of the cumulative sums in draw_by_numbers hardly ever changes a code.
+        # In fp64 the rounding of the cumulative sums in draw_by_numbers hardly ever changes a code.
         return scores.double() / (self.effective_temperature or 1)
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        """Maps logits [B, K] to the distribution from which codes are drawn, fp64 [B, K]."""
+        """Maps logits [B, K] to the sampling distribution of codes, fp64 [B, K]."""
         scores = self.tempered(scores)
         if self.effective_temperature == 0:
             return torch.nn.functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).double()
-        ids = torch.empty(0, device=scores.device)  # an argument that these warpers require but do not use
+        ids = torch.empty(0, device=scores.device)  # required by these warpers, but not used
         scores = TopKLogitsWarper(self.top_k)(ids, scores) if self.top_k is not None else scores
         scores = TopPLogitsWarper(self.top_p)(ids, scores) if self.top_p is not None else scores
         return scores.softmax(dim=-1)
 
 
 def uniform_numbers(seed: int, caption: str, index: int, number: int) -> Tensor:
-    """Returns the random numbers of one picture, fp64 [number] in [0, 1).
+    """Returns the random numbers of one image, fp64 [number] in [0, 1).
 
-    They depend only on the arguments, not on the device or on other pictures, so the picture is reproducible.
+    They depend only on the arguments, not on the device or on other images, to make the image reproducible.
 
     Args:
         seed: any integer.
-        caption: caption of the picture.
-        index: index of the picture among those of the caption.
-        number: how many.
+        caption: caption of the image.
+        index: index of the image among the images of the caption.
+        number: number of random numbers.
     """
     digest = hashlib.blake2b(f"{seed}/{index}/{caption}".encode(), digest_size=8).digest()
     generator = np.random.default_rng(int.from_bytes(digest, "little"))
-    # Drawn in fp32: then the product with the fp64 sum of all probabilities is always less than that sum.
+    # Drawn in fp32: the product with the fp64 sum of all probabilities is then always less than the sum.
     return torch.from_numpy(generator.random(number, dtype=np.float32)).double()
 
 
 def draw_by_numbers(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Draws codes int64 [B] by inverse transform sampling from probabilities [B, K] with random numbers [B].
+    """Samples codes int64 [B] by inverse transform from probabilities [B, K] and random numbers [B].
 
-    A code of probability 0 is never drawn, because the cumulative sum does not grow there.
+    A code of probability 0 is never drawn: the cumulative sum does not grow there.
     """
     sums = probabilities.cumsum(dim=-1)
     return torch.searchsorted(sums, (uniform * sums[:, -1]).unsqueeze(-1), right=True).squeeze(-1)

@@ -1,4 +1,4 @@
-"""The joint vocabulary of text and images: special tokens, text tokenizer, and processor of prompts and pictures."""
+"""The joint vocabulary of text and image codes: special tokens, text tokenizer, and processor of prompts and images."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The processors, on first use: their bases in transformers take seconds to import, and reading data needs none."""
+    """Loads the processors on first use: transformers takes seconds to import, and reading data does not need it."""
     if name in ("M6ImageProcessor", "M6Processor"):
         from m6.tokenizers import processor
 

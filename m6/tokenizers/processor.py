@@ -1,4 +1,4 @@
-"""Converts pictures and texts to the model's inputs."""
+"""Converts images and texts to the model's inputs."""
 
 import functools
 import operator
@@ -21,9 +21,9 @@ _NESTED = ("common_kwargs", "text_kwargs", "images_kwargs")
 
 
 class M6ImageProcessor(PilBackend):
-    """Converts pictures to RGB, pads them with white to a square, resizes them (bicubic), and scales to [-1, 1].
+    """Converts images to RGB, pads them with white to a square, resizes them (bicubic), and scales to [-1, 1].
 
-    Pictures are PIL pictures or arrays of levels 0 to 255; with ``do_rescale=False`` arrays of floats in [0, 1].
+    Images are PIL images or arrays of levels 0 to 255; with ``do_rescale=False`` arrays of floats in [0, 1].
     """
 
     size = {"height": 256, "width": 256}  # noqa: RUF012 - the base class declares it so
@@ -40,7 +40,7 @@ class M6ImageProcessor(PilBackend):
     def process_image(
         self, image: Any, *args: Any, input_data_format: Any = None, do_rescale: bool = True, **kwargs: Any
     ) -> np.ndarray:
-        """Returns a picture as uint8 ``[3, H, H]``, before it is resized. Overrides a step of the base class."""
+        """Returns an image as uint8 ``[3, H, H]`` before resizing. Overrides a step of the base class."""
         levels = image if do_rescale else _levels(image)
         picture = levels if isinstance(levels, Image.Image) else to_pil_image(levels, None, None, input_data_format)
         return np.moveaxis(np.asarray(square_rgb(picture)), -1, 0)
@@ -48,13 +48,13 @@ class M6ImageProcessor(PilBackend):
     def _preprocess(  # type: ignore[override]  # the base class names all settings
         self, images: list[np.ndarray], *args: Any, **kwargs: Any
     ) -> BatchFeature:
-        if not kwargs["do_rescale"]:  # This was said of the given pictures, which process_image turned into levels.
+        if not kwargs["do_rescale"]:  # process_image has turned the given floats into levels.
             kwargs |= {"do_rescale": True, "rescale_factor": 1 / 255}
         return super()._preprocess(images, *args, **kwargs)
 
 
 def _levels(image: Any) -> np.ndarray:
-    """The levels 0 to 255 of a picture whose values are already scaled to [0, 1]."""
+    """The levels 0 to 255 of an image with values in [0, 1]."""
     values = np.asarray(image)
     if values.dtype.kind != "f" or not ((values >= 0) & (values <= 1)).all():
         raise UserError(
@@ -72,7 +72,7 @@ class M6Processor(ProcessorMixin):
     Args:
         image_processor: image processor with the model's image_size.
         tokenizer: tokenizer of the joint vocabulary.
-        num_patches: P, the number of image placeholders for each picture.
+        num_patches: P, the number of placeholder tokens of an image.
     """
 
     def __init__(self, image_processor: M6ImageProcessor, tokenizer: M6Tokenizer, num_patches: int = 16) -> None:
@@ -95,20 +95,20 @@ class M6Processor(ProcessorMixin):
         """Builds the inputs of ``generate``; with ``targets`` those of ``forward``, for training.
 
         Args:
-            images: a picture, or a list of B pictures; None in the list is a prompt without a picture.
+            images: an image, or a list of B images; None in the list: a prompt without an image.
             text: the source: a string or B strings. Special tokens in it are read as plain text.
-            target_prefix: first tokens of every target after ``<bos>``: a text, or ids such as that of ``<boi>``.
-            targets: what is learned: a string or B strings, each of which follows ``<bos>`` and ends with ``<eos>``.
+            target_prefix: first tokens of every target after ``<bos>``: a text, or ids such as the id of ``<boi>``.
+            targets: targets of training: a string or B strings. ``<bos>`` is put before and ``<eos>`` after each.
             return_tensors: "pt", "np", or None for lists.
             padding: True or "longest": to the longest prompt; "max_length": to ``max_length``; False: none.
-            truncation: cuts sources, so that no prompt is longer than ``max_length``, which must be given.
-            max_length: in tokens, with picture and target prefix.
-            kwargs: passed to the image processor; or, as in transformers, all arguments after ``targets`` in the
-                dictionaries ``text_kwargs``, ``images_kwargs`` and ``common_kwargs``.
+            truncation: cuts sources to make every prompt fit into ``max_length``; needs ``max_length``.
+            max_length: in tokens, image and target prefix included.
+            kwargs: passed to the image processor. As in transformers, all arguments after ``targets`` may also come in
+                the dictionaries ``text_kwargs``, ``images_kwargs`` and ``common_kwargs``.
 
         Returns:
             input_ids, attention_mask and token_type_ids (0 image, 1 source, 2 target; 0 at padding) of int64
-            ``[B, S]``, and pixel_values of fp32 ``[N, 3, H, W]`` when there are N > 0 pictures. With targets also
+            ``[B, S]``, and pixel_values of fp32 ``[N, 3, H, W]`` when there are N > 0 images. With targets also
             labels of int64 ``[B, S]``: the target and ``<eos>``, elsewhere -100.
 
         Raises:
@@ -168,7 +168,7 @@ class M6Processor(ProcessorMixin):
         return [[bos, *self.tokenizer.encode_ids(text), eos] for text in texts]
 
     def _row(self, has_picture: bool, source: str, target: list[int], limit: int | None) -> tuple[list[int], ...]:
-        """The ids of picture, source and target; the source is cut so that all fit into ``limit``."""
+        """The ids of image, source and target. The source is cut to fit all into ``limit``."""
         image = [self.tokenizer.image_token_id] * (self.num_patches if has_picture else 0)
         ids = self.tokenizer.encode_ids(source)
         if limit is not None:
@@ -179,12 +179,12 @@ class M6Processor(ProcessorMixin):
         return image, ids, target
 
     def _padded(self, rows: Sequence[tuple[list[int], ...]], length: int | None) -> dict[str, Any]:
-        """Rows of ``length`` tokens as arrays; rows of their own lengths as lists if it is None."""
+        """Rows padded to ``length`` tokens, as arrays. None: rows without padding, as lists."""
         columns: dict[str, Any] = {"input_ids": [], "attention_mask": [], "token_type_ids": [], "labels": []}
         for row in rows:
             ids = np.concatenate([np.array(part, np.int64) for part in row])
             types = np.repeat([IMAGE, SOURCE, TARGET], [len(part) for part in row])
-            # Padding is on the left, so that generated tokens follow the prompt directly.
+            # Padding is on the left, so generated tokens follow the prompt directly.
             before = (0 if length is None else length - len(ids), 0)
             columns["input_ids"].append(np.pad(ids, before, constant_values=self.tokenizer.pad_token_id))
             columns["attention_mask"].append(np.pad(np.ones_like(ids), before))
@@ -201,7 +201,7 @@ class M6Processor(ProcessorMixin):
     def _get_arguments_from_pretrained(
         cls, pretrained_model_name_or_path: Any, processor_dict: dict[str, Any] | None = None, **kwargs: Any
     ) -> list[Any]:
-        # The base class looks the classes up in the Auto classes, where these two need not be registered.
+        # The base class would look for these two in the Auto classes. They may not be registered there.
         return [
             M6ImageProcessor.from_pretrained(pretrained_model_name_or_path, **kwargs),
             M6Tokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs),
@@ -211,7 +211,7 @@ class M6Processor(ProcessorMixin):
 def _padded_length(
     lengths: Sequence[int], padding: bool | str, max_length: int | None, return_tensors: str | None
 ) -> int | None:
-    """The length to which prompts are padded; None: each keeps its own."""
+    """The padded length of prompts; None: no padding."""
     longest = max(lengths)
     if padding == "max_length":
         if max_length is None or longest > max_length:

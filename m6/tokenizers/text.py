@@ -21,15 +21,15 @@ from m6.errors import UserError
 from m6.files import atomic_path, check_readable
 
 MODEL_FILE = "sentencepiece.model"
-MAX_PIECE_CHARACTERS = 16  # longest text piece, which bounds the characters that a number of tokens can cover
+MAX_PIECE_CHARACTERS = 16  # longest text piece; bounds the characters of a number of tokens
 
 _SENTENCE_ENDS = "。！？!?；…\n"
 _CLOSING_MARKS = '”’」』）)】》"'
 _SENTENCE = re.compile(f"[^{_SENTENCE_ENDS}]*[{_SENTENCE_ENDS}]*[{_CLOSING_MARKS}]*")
 
 # NFKC would turn Chinese punctuation (，！？：（）) into ASCII, and generated text could never contain it. So only
-# forms without a meaning of their own are folded: full-width letters and digits, special spaces and invisible
-# characters. Zero-width joiners are kept, because emoji need them.
+# full-width letters and digits, special spaces and invisible characters are folded. Zero-width joiners are kept: emoji
+# need them.
 _WIDE_TO_ASCII = {0xFEE0 + ord(c): c for c in string.digits + string.ascii_letters}
 _SPACES = dict.fromkeys("\t\u00a0\u202f\u205f\u2581\u3000" + "".join(map(chr, range(0x2000, 0x200B))), " ")
 _CONTROLS = [*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0), 0xAD, 0x200B, 0x2060, 0xFEFF]
@@ -45,15 +45,15 @@ def normalize_text(text: str) -> str:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Cuts a text after each sentence end and the closing marks that follow. The parts join to the text."""
+    """Cuts a text after each sentence end and its closing marks. The parts join to the text."""
     return [sentence for sentence in _SENTENCE.findall(text) if sentence]
 
 
 class M6Tokenizer(PreTrainedTokenizer):
     """Slow (pure Python) Hugging Face tokenizer of the joint vocabulary.
 
-    As tokens, image codes are written ``<code_0>``, ``<code_1>``, ... A call gives ``<bos> text``, padded on the left:
-    the prompt of a text that ``generate`` continues. ``M6Processor`` makes prompts with a picture or a source.
+    Image codes are the tokens ``<code_0>``, ``<code_1>``, ... A call gives ``<bos> text``, padded on the left: a prompt
+    for ``generate`` to continue. ``M6Processor`` makes prompts with an image or a source.
 
     Args:
         vocab_file: file of the SentencePiece model.
@@ -65,7 +65,7 @@ class M6Tokenizer(PreTrainedTokenizer):
     padding_side = "left"
 
     def __init__(self, vocab_file: str, image_vocab_size: int = 8192, **kwargs: Any) -> None:
-        # Kept in memory: the file may be gone when the tokenizer is saved with a checkpoint.
+        # Kept in memory: the file may be gone by the time the tokenizer is saved with a checkpoint.
         self._model_bytes = Path(vocab_file).read_bytes()
         self.sp_model = sentencepiece.SentencePieceProcessor(model_proto=self._model_bytes)
         self.text_vocab_size: int = self.sp_model.get_piece_size()
@@ -82,7 +82,7 @@ class M6Tokenizer(PreTrainedTokenizer):
 
     @property
     def code_mask_token_id(self) -> int:
-        """Id of ``<code_mask>``, which stands for a hidden image code."""
+        """Id of ``<code_mask>``, the placeholder of a hidden image code."""
         return self.text_vocab_size + SPECIAL_TOKENS.index("<code_mask>")
 
     @functools.cached_property
@@ -97,18 +97,18 @@ class M6Tokenizer(PreTrainedTokenizer):
 
         Args:
             text: the text.
-            max_tokens: the ids are cut to this number; a long text is not read to its end.
+            max_tokens: the ids are cut to this number. A long text is not read to its end.
         """
         if max_tokens is None:
             return self.sp_model.encode(normalize_text(text))
         return self.sp_model.encode(normalize_text(text[: max_tokens * MAX_PIECE_CHARACTERS]))[:max_tokens]
 
     def writable(self, text: str) -> str:
-        """Returns what a model that was trained on the text can write: ASCII for full-width digits, single spaces."""
+        """Returns the text after encoding and decoding: the form a model can write, such as ASCII digits."""
         return str(self.decode(self.encode_ids(text)))
 
     def split_sentence_ids(self, ids: Sequence[int]) -> list[list[int]]:
-        """Cuts piece ids after each sentence end and the closing marks that follow."""
+        """Cuts piece ids after each sentence end and its closing marks."""
         ends, closing = self._sentence_marks
         sentences: list[list[int]] = [[]]
         ended = False
@@ -134,7 +134,7 @@ class M6Tokenizer(PreTrainedTokenizer):
         return code
 
     def add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
-        """Refuses tokens that the vocabulary lacks, with a UserError: image codes end it, and no model has room."""
+        """Raises UserError for new tokens: image codes end the vocabulary, and models have no room for more."""
         tokens = [new_tokens] if isinstance(new_tokens, str | AddedToken) else list(new_tokens)
         for token in map(str, tokens):
             if token not in self._vocab:
@@ -151,7 +151,7 @@ class M6Tokenizer(PreTrainedTokenizer):
         for is_text, run in itertools.groupby(tokens, lambda token: self._vocab[token] < self.text_vocab_size):
             run_tokens = list(run)
             parts += [self.sp_model.decode_pieces(run_tokens)] if is_text else run_tokens
-        # Without a piece for the space, SentencePiece encodes ▁ in byte pieces and does not turn it back into a space.
+        # Without a piece for the space, SentencePiece encodes ▁ in byte pieces, and decoding leaves it as ▁.
         return "".join(parts).replace("▁", " ")
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
@@ -165,12 +165,12 @@ class M6Tokenizer(PreTrainedTokenizer):
     def _vocab(self) -> dict[str, int]:
         pieces = self.sp_model.id_to_piece(list(range(self.text_vocab_size)))
         codes = (f"<code_{code}>" for code in range(self.image_vocab_size))
-        # A piece cannot equal a special token or code: training never puts letters and punctuation into one piece.
+        # No piece equals a special token or code: in training, letters and punctuation never share a piece.
         return {token: index for index, token in enumerate(itertools.chain(pieces, SPECIAL_TOKENS, codes))}
 
     @functools.cached_property
     def _sentence_marks(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Ids of the pieces that end a sentence, and of the pieces that consist of closing marks."""
+        """Ids of pieces with a sentence end, and of pieces of only closing marks."""
         ends, closing = {self.sp_model.piece_to_id("<0x0A>")}, set()
         for index, piece in enumerate(self.sp_model.id_to_piece(list(range(self.text_vocab_size)))):
             bare = piece.rstrip(_CLOSING_MARKS)
@@ -198,8 +198,8 @@ def load_text_tokenizer(path: str | Path) -> M6Tokenizer:
     """Loads a tokenizer folder.
 
     Raises:
-        StorageError: it cannot be read.
-        UserError: ``path`` holds none, or a damaged one.
+        StorageError: the folder cannot be read.
+        UserError: ``path`` holds no tokenizer, or a damaged one.
     """
     check_readable(Path(path, MODEL_FILE), Path(path, "tokenizer_config.json"))
     if not Path(path, MODEL_FILE).is_file():

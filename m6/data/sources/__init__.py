@@ -1,4 +1,4 @@
-"""Sources of rows: built-in sources that are fetched from public packages, and the user's own data."""
+"""Sources of rows: built-in sources, fetched from public packages, and the user's own data."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from m6.errors import UserError, nearest
 
 __all__ = ["BUILT_IN", "Row", "Source", "SourceOptions", "find_source", "find_sources"]
 
-# Classes, not instances: a source is made when it is used, and then reads its package.
+# Classes, not instances: a source reads its package when it is made.
 BUILT_IN: dict[str, Callable[[SourceOptions], Source]] = {
     source.name: source
     for source in (
@@ -40,11 +40,11 @@ BUILT_IN: dict[str, Callable[[SourceOptions], Source]] = {
 
 
 def find_sources(specifiers: Sequence[str], options: SourceOptions) -> list[Source]:
-    """Returns the sources that the arguments of a command name.
+    """Returns the sources named by the arguments of a command.
 
     Raises:
-        UserError: as ``find_source``; an option names a column that none of the sources reads, or a licence of none
-            of the user's own; or there is a column of contexts or of questions and none of labels.
+        UserError: as ``find_source``; no source reads a column named by an option; a licence is for an unknown source;
+            or a context or question column is given without a label column.
     """
     if options.context_column is not None and options.label_column is None:
         raise UserError(
@@ -80,11 +80,11 @@ def find_sources(specifiers: Sequence[str], options: SourceOptions) -> list[Sour
 
 
 def find_source(specifier: str, options: SourceOptions) -> Source:
-    """Returns the source that a command-line argument names.
+    """Returns the source named by a command-line argument.
 
     Args:
         specifier: a built-in name, a path, or ``hf:NAME[:SPLIT]``. A prefix ``CALLED=`` before a path or ``hf:`` sets
-            the name in the manifest; by default that is the last part of the path.
+            the name in the manifest; the default is the last part of the path.
         options: columns, licence and cache folder.
 
     Raises:
@@ -109,5 +109,5 @@ def find_source(specifier: str, options: SourceOptions) -> Source:
 
 
 def _name(text: str) -> str:
-    """Returns a name that is safe in file names: the last part of a path up to its first dot."""
+    """Returns a name safe in file names: the last part of a path up to its first dot."""
     return re.sub(r"[^\w-]", "_", text.rsplit("/", 1)[-1].split(".")[0]) or "own"

@@ -10,11 +10,11 @@ from typing import Protocol, TypeVar
 from m6.data.manifest import Origin, SourceKind, Split
 
 T = TypeVar("T")
-_KINDS_UNREAD = 100  # that are told apart: names of members may be as many as there are members
+_KINDS_UNREAD = 100  # most kinds counted separately: each member may have its own kind of name
 
 
 def count_unread(counts: Counter[str], unread: Iterable[tuple[str, int]]) -> None:
-    """Adds what is not read to bounded counts: of too many kinds the rest is "others"."""
+    """Adds numbers of ignored members by kind. The number of kinds is bounded; further kinds count as "others"."""
     for kind, number in unread:
         counts[kind if kind in counts or len(counts) < _KINDS_UNREAD else "others"] += number
 
@@ -25,17 +25,17 @@ class Row:
 
     Attributes:
         id: identifier, unique in the source.
-        group: document or concept; all rows of a group are in the same split. None: the build groups the row with
-            those that have the same caption, the same picture or nearly the same picture.
+        group: document or concept; all rows of a group are in the same split. None: the build groups rows with equal
+            captions and with equal or similar images.
         text: caption, passage or document.
-        image: contents of a picture file (SVG is allowed).
-        question: question about the picture.
+        image: contents of an image file (SVG is allowed).
+        question: question about the image.
         answer: answer to the question, or label of the text.
-        context: what belongs to a labelled text, such as the article of a headline.
+        context: context of a labelled text, such as the article of a headline.
         split: set only if the source defines its own split.
-        problem: why the row cannot be used, if the source itself found a problem.
-        cut: whether a labelled text or its context was longer than a passage; the build counts such rows.
-        unread: what belongs to the row and is not read, such as ".seg.png", with its number; the build counts it.
+        problem: why the row is unusable, if the source itself found a problem.
+        cut: whether a labelled text or its context was cut to the length of a passage; the build counts such rows.
+        unread: kinds of ignored members of the row, such as ".seg.png", with their numbers; the build counts them.
     """
 
     id: str
@@ -59,12 +59,12 @@ class SourceOptions:
         cache: folder for fetched packages.
         passage_chars: longest passage in characters; documents are cut into passages.
         text_column: column of texts or captions.
-        image_column: column of pictures; None: ``image`` if it exists.
-        question_column: column of questions about pictures, which are read instead of texts.
+        image_column: column of images; None: ``image`` if it exists.
+        question_column: column of questions about images; if given, they are read instead of texts.
         label_column: column of labels for classification, or of the answers to the questions.
-        context_column: column of what belongs to a labelled text, such as the article of a headline.
-        split_column: column that names the split of a row.
-        group_column: column whose value rows of one split share, such as a photographer or a dish.
+        context_column: column of contexts of labelled texts, such as the article of a headline.
+        split_column: column of split names.
+        group_column: column of groups, such as a photographer or a dish; rows of a group are in one split.
         licence: licence of the user's data.
         licences: licences of single sources, by name; they take precedence over ``licence``.
     """
@@ -83,11 +83,11 @@ class SourceOptions:
 
     @property
     def written_column(self) -> str:
-        """The column of what is written about a picture: questions, or else captions."""
+        """The column of texts about an image: questions if given, else captions."""
         return self.question_column or self.text_column
 
     def columns(self) -> dict[str, str]:
-        """Returns the chosen columns by what they hold: "text", and "image", "label" and so on where given."""
+        """Returns the chosen columns by role: "text", and "image", "label" and so on if given."""
         chosen = {
             "text": None if self.question_column else self.text_column,
             "question": self.question_column,
@@ -105,9 +105,9 @@ class Source(Protocol):
 
     Attributes:
         name: name in the manifest and in file names.
-        kind: which columns the rows have.
-        own_splits: the splits that the source defines itself. They are kept as they are: of its other rows, those are
-            held out for testing whose group is; its training rows give a validation split if it has none.
+        kind: kind of the rows.
+        own_splits: the splits defined by the source itself. They are kept as they are. Of its other rows, rows of a
+            held-out group are held out too; its training rows give a validation split if it has none.
     """
 
     name: str
@@ -115,14 +115,14 @@ class Source(Protocol):
     own_splits: frozenset[Split]
 
     def origin(self) -> list[Origin]:
-        """Returns the packages or files that the rows are read from, with versions, licences and checksums."""
+        """Returns the packages or files of the rows, with versions, licences and checksums."""
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows."""
 
 
 def interleave(*parts: Sequence[T]) -> Iterator[T]:
-    """Merges sequences evenly: any prefix of the result takes about the same share of each sequence.
+    """Merges sequences evenly: any prefix of the result contains about the same share of each sequence.
 
     A build with ``--limit`` reads such a prefix.
     """

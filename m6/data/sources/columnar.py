@@ -1,12 +1,12 @@
-"""Rows of Parquet and Arrow files, read by pyarrow alone: no picture is decoded, and no path in them is followed.
+"""Rows of Parquet and Arrow files, read by pyarrow only: no image is decoded, no path in them is followed.
 
-``save_to_disk`` of Hugging Face Datasets writes a folder with Arrow files by split.
+``save_to_disk`` of Hugging Face Datasets writes a folder of Arrow files by split.
 
     SAVED/dataset_dict.json               {"splits": ["train", "test"]}; without it, SAVED is one data set
     SAVED/train/state.json                {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
     SAVED/train/data-00000-of-00001.arrow
 
-Only these names are read here: the format in which its user saw the rows (``with_format``) does not matter.
+Only these keys are read: the view of the rows set by ``with_format`` does not matter.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-_BATCH_ROWS = 64  # at a time: documents of 100,000 characters and photographs still fit into memory
-_HUGGING_FACE = b"huggingface"  # the key of the schema under which Hugging Face Datasets keeps its features
+_BATCH_ROWS = 64  # rows of a batch: 64 documents of 100,000 characters, or photographs, fit into memory
+_HUGGING_FACE = b"huggingface"  # key of the schema's metadata for the features of Hugging Face Datasets
 
 
 @dataclass(frozen=True)
 class Columnar:
-    """A Parquet file, or an Arrow file as Hugging Face Datasets saves them.
+    """A Parquet file, or an Arrow file written by Hugging Face Datasets.
 
     Attributes:
         path: the file.
         columns: names of its columns.
-        classes: names of the classes of each column that Hugging Face Datasets calls a ``ClassLabel``.
+        classes: class names of each ``ClassLabel`` column of Hugging Face Datasets.
     """
 
     path: Path
@@ -48,9 +48,8 @@ class Columnar:
         """Reads the names of the columns.
 
         Raises:
-            StorageError: the file cannot be read, and may be whole.
-            pa.ArrowException, OSError, ValueError: the file, or the features that Hugging Face Datasets wrote, are
-                damaged.
+            StorageError: storage failed; the file may be whole.
+            pa.ArrowException, OSError, ValueError: the file or its features of Hugging Face Datasets are damaged.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -64,10 +63,10 @@ class Columnar:
         return cls(path, schema.names, _classes(schema.metadata or {}))
 
     def entries(self, columns: list[str]) -> Iterator[dict[str, Any]]:
-        """Yields the values of some columns of each row, of which the file may lack some.
+        """Yields each row's values of some columns. Columns missing in the file are left out.
 
         Raises:
-            StorageError: the file cannot be read, and may be whole.
+            StorageError: storage failed; the file may be whole.
             pa.ArrowException, OSError: the rest of the file is damaged.
         """
         wanted = [column for column in columns if column in self.columns]
@@ -83,12 +82,12 @@ class Columnar:
             if _is_parquet(self.path):
                 with pq.ParquetFile(self.path) as file:
                     for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
-                        # A name stands for the columns inside of it too, so others may be among these.
+                        # A name also selects nested columns with this prefix, so the batch may contain others.
                         yield _selected(batch, columns)
             else:
                 with pa.OSFile(str(self.path)) as source:
                     for batch in pa.ipc.open_stream(source):
-                        batch.validate(full=True)  # offsets of a damaged file lead out of its memory
+                        batch.validate(full=True)  # offsets of a damaged file may point outside its memory
                         yield _selected(batch, columns)
 
     def _entries(self, batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
@@ -100,16 +99,16 @@ class Columnar:
     def _values(self, name: str, values: pa.Array) -> Iterable[Any]:
         try:
             read = values.to_pylist()
-        except Exception:  # by its type a cell may have no value in Python, such as a date after the year 9999
+        except Exception:  # a cell may have no Python value, such as a date after the year 9999
             read = [_value(cell) for cell in values]
         classes = self.classes.get(name)
         return read if classes is None else (class_name(number, classes) for number in read)
 
 
 def class_name(value: object, names: list[str]) -> object:
-    """Returns the name of a class; None for -1, by which Hugging Face Datasets marks a row without one.
+    """Returns the name of a class; None for -1, the mark of Hugging Face Datasets for a row without a class.
 
-    A number without a name, and what is no number, are no values that can be read.
+    A number out of range becomes ``Unreadable``. A value of another type is returned as it is.
     """
     if not isinstance(value, int):
         return value
@@ -123,7 +122,7 @@ def _is_parquet(path: Path) -> bool:
 
 
 def _selected(batch: pa.RecordBatch, columns: list[str]) -> pa.RecordBatch:
-    """The columns of these names, also where two have one name."""
+    """The columns of these names, even if two columns have the same name."""
     import pyarrow as pa
 
     places = [place for place, name in enumerate(batch.schema.names) if name in columns]
@@ -144,7 +143,7 @@ def _value(cell: pa.Scalar) -> object:
 
 
 def _classes(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
-    """The names of classes that Hugging Face Datasets keeps in the metadata of a schema."""
+    """The class names of Hugging Face Datasets in the metadata of a schema."""
     try:
         features = ((json.loads(metadata.get(_HUGGING_FACE, b"{}")).get("info") or {}).get("features") or {}).items()
         return {
@@ -161,15 +160,15 @@ _MAX_JSON_BYTES = 64 << 20
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether a folder is one of a saved data set."""
+    """Whether a folder holds a data set written by ``save_to_disk``."""
     return any((folder / name).is_file() for name in (STATE_NAME, DICT_NAME))
 
 
 def arrow_files(folder: Path) -> dict[str, list[Path]]:
-    """Returns the Arrow files of each split in order; of a data set without splits under the name "".
+    """Returns the Arrow files of each split in order. A data set without splits has one entry "".
 
     Raises:
-        UserError: a file is missing, damaged or not in the folder of its split, or a split is not in the folder.
+        UserError: a file is missing, damaged or outside the folder of its split, or a split is outside the folder.
     """
     if (folder / STATE_NAME).is_file():
         return {"": _files_of(folder, folder)}
@@ -186,7 +185,7 @@ def arrow_files(folder: Path) -> dict[str, list[Path]]:
 def _files_of(root: Path, folder: Path) -> list[Path]:
     file = folder / STATE_NAME
     state = _object(root, file)
-    if state.get("_indices_data_files"):  # of datasets before 2.0
+    if state.get("_indices_data_files"):  # written by versions before 2.0 of datasets
         raise UserError(f"{file} names a selection of rows, which is not read; save the rows by flatten_indices()")
     listed = state.get("_data_files")
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
@@ -195,7 +194,7 @@ def _files_of(root: Path, folder: Path) -> list[Path]:
         name = each.get("filename")
         if not isinstance(name, str):
             raise UserError(f'{file}: expected "filename" with a name in each of "_data_files"')
-        # A file of another split is none of this one, though both are in the root.
+        # The second check refuses files of another split, which lie inside the root.
         if problem := unreadable_reason(root, folder / name) or unreadable_reason(folder, folder / name):
             raise UserError(f"{file} names {name!r}, which is not read ({problem})")
     return [folder / each["filename"] for each in listed]
@@ -210,7 +209,7 @@ def _object(folder: Path, file: Path) -> dict[str, Any]:
         with reading(file):
             value = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        if isinstance(error, UserError):  # of storage
+        if isinstance(error, UserError):  # a StorageError
             raise
         raise UserError(f"{file} is not valid JSON") from None
     if not isinstance(value, dict):

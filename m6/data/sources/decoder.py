@@ -1,7 +1,7 @@
-"""A process that decodes pictures under limits of time and memory, which hold inside of C libraries too.
+"""A process to decode images under limits of time and memory, effective even inside C libraries.
 
-A drawing of a few bytes can ask cairo for hours of work, and a progressive JPEG libjpeg. No handler of a signal runs
-there, so such a file is decoded in a process of its own: the kernel ends it when its processor time is spent.
+An SVG of a few bytes can cost cairo hours of work, and a progressive JPEG libjpeg. Python's signal handlers do not run
+inside C code, so such files are decoded in a separate process. The kernel ends it when its processor time is spent.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-CPU_SECONDS = 30  # of a picture: a photograph of 50 million pixels takes 2 or 3
-# A machine with much else to do takes longer; a process that waits for ever is ended as well.
+CPU_SECONDS = 30  # for each image: a photograph of 50 million pixels takes 2 or 3
+# Wall-clock limit. A busy machine needs longer than the processor time; a process stuck forever must end too.
 _CLOCK_SECONDS = 20 * CPU_SECONDS
-_MEMORY_BYTES = 8 << 30  # of addresses, of which libraries reserve some; the largest picture takes 400 MB
+_MEMORY_BYTES = 8 << 30  # of address space, since libraries reserve some; the largest image takes 400 MB
 TOO_LONG = f"takes longer than {CPU_SECONDS} s to decode"
 TOO_MUCH_MEMORY = "takes too much memory to decode"
 
@@ -30,25 +30,25 @@ _decoders = threading.local()
 
 
 class DecoderEnded(Exception):
-    """The process ended before it answered; the message is the reason."""
+    """The process ended without an answer; the message is the reason."""
 
 
 def ask(data: bytes, image_size: int) -> tuple[dict[str, Any], bytes, bytes]:
-    """Has a picture decoded by ``pictures.answer`` in the process of this thread, which is started when there is none.
+    """Decodes an image by ``pictures.answer`` in the decoder process of this thread, started on demand.
 
     Returns:
-        What ``pictures.answer`` does.
+        The result of ``pictures.answer``.
 
     Raises:
         DecoderEnded: a limit was reached, or the decoder crashed.
     """
     decoder: _Decoder | None = getattr(_decoders, "current", None)
-    if decoder is None or decoder.owner != os.getpid():  # after a fork it is another process's
+    if decoder is None or decoder.owner != os.getpid():  # after a fork the decoder belongs to the parent
         decoder = _decoders.current = _Decoder()
     try:
         return decoder.ask(data, image_size)
     except BaseException:
-        _decoders.current = None  # also after Ctrl-C: its answer would be taken for that of the next picture
+        _decoders.current = None  # also after Ctrl-C: its late answer would be taken for the next image's
         decoder.end()
         raise
 
@@ -59,13 +59,13 @@ class _Decoder:
         self._connection: Connection
         self._connection, theirs = Pipe()
         command = [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()}, {CPU_SECONDS})"]
-        # The modules of this process, wherever it was started.
+        # The decoder imports the same modules as this process.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
         )
         theirs.close()
-        # When its thread ends, and when this process does.
+        # Runs at the end of its thread, and at the end of this process.
         self.end = weakref.finalize(self, _end, self.owner, self._process, self._connection)
 
     def ask(self, data: bytes, image_size: int) -> tuple[dict[str, Any], bytes, bytes]:
@@ -91,22 +91,22 @@ def _end(owner: int, process: subprocess.Popen[bytes], connection: Connection) -
 
 
 def _name_of(ended: int) -> str:
-    """What ended a process, by its return code."""
+    """The signal or exit code of an ended process, for messages."""
     with contextlib.suppress(ValueError):
         return signal.Signals(-ended).name
     return f"exit code {ended}"
 
 
 def serve(descriptor: int, cpu_seconds: int) -> None:
-    """Answers the questions of ``ask`` until the process that asks is gone.
+    """Answers the requests of ``ask`` until the other process is gone.
 
     Args:
-        descriptor: of the socket by which they come.
-        cpu_seconds: processor time for each.
+        descriptor: file descriptor of the socket of requests.
+        cpu_seconds: processor time for each request.
     """
     from m6.data.sources.pictures import answer
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that asks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other process
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, _MEMORY_BYTES)
     connection = Connection(descriptor)
@@ -125,6 +125,6 @@ def serve(descriptor: int, cpu_seconds: int) -> None:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Sets a limit that can be raised again, unless a lower one is set already."""
+    """Sets a soft limit, at most the hard limit. The hard limit stays, so the soft limit can be raised again."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))

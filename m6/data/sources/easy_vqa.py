@@ -1,4 +1,4 @@
-"""easy-VQA: 5,000 pictures of one coloured shape, with captions and questions in Chinese."""
+"""easy-VQA: 5,000 images of one coloured shape, with captions and questions in Chinese."""
 
 import json
 import re
@@ -25,9 +25,9 @@ COLOURS = {
 SHAPES = {"circle": "圆形", "rectangle": "长方形", "triangle": "三角形"}
 ANSWERS = COLOURS | SHAPES | {"yes": "是", "no": "不是"}
 
-# The subject of a question: "blue shape", "circle" or just "shape".
+# The subject of a question, such as "blue shape", "circle" or "shape".
 _THING = r"((?:\w+ )?(?:shape|circle|rectangle|triangle))"
-# Yes-no questions are translated with 是不是, so that the answers 是 and 不是 are unambiguous for negated questions.
+# Yes-no questions are translated with 是不是, to make the answers 是 and 不是 unambiguous for negated questions.
 QUESTIONS = tuple(
     (re.compile(pattern.replace("THING", _THING)), translation)
     for pattern, translation in (
@@ -50,7 +50,7 @@ QUESTIONS = tuple(
 
 
 def translate_question(question: str) -> str:
-    """Translates an easy-VQA question to Chinese; UserError for a question that version 1.0 does not have."""
+    """Translates an easy-VQA question to Chinese; UserError for a question not in version 1.0."""
     for pattern, translation in QUESTIONS:
         match = pattern.fullmatch(question)
         if match:
@@ -64,9 +64,9 @@ def _translate_thing(thing: str) -> str:
 
 
 class _EasyVqa:
-    """Base class. The package's test pictures are the test split; the build takes validation from its training part.
+    """Base class. The package's test images are the test split; the build takes validation from its training part.
 
-    The group of a row is its picture, so all questions about a picture are in one split.
+    The group of a row is its image, so all questions about an image are in one split.
     """
 
     own_splits: frozenset[Split] = frozenset({"test"})
@@ -75,12 +75,12 @@ class _EasyVqa:
         del options
 
     def origin(self) -> list[Origin]:
-        """Returns the package, with a checksum of its questions and pictures."""
+        """Returns the package, with a checksum of its questions and images."""
         folder = PACKAGE.folder() / "data"
         return [PACKAGE.origin(file for file in folder.rglob("*.*") if file.suffix in (".json", ".png"))]
 
     def _pictures(self) -> Iterator[tuple[str, bytes | None, list[tuple[str, str]], Split | None]]:
-        """Yields (group, PNG bytes or None, English questions and answers, split) of every picture."""
+        """Yields (group, PNG bytes or None, English questions and answers, split) of every image."""
         folder = PACKAGE.folder() / "data"
         splits: dict[str, Split | None] = {"train": None, "test": "test"}
         parts = []
@@ -95,16 +95,16 @@ class _EasyVqa:
 
 
 class EasyVqaCaptions(_EasyVqa):
-    """Pictures with a caption such as 蓝色的圆形, which is derived from the questions and answers.
+    """Images with a caption such as 蓝色的圆形, derived from the questions and answers.
 
-    One picture in nine is left out, because its questions do not determine both the colour and the shape.
+    One image in nine is left out, because its questions do not determine both the colour and the shape.
     """
 
     name = "easy_vqa"
     kind: SourceKind = "image_text"
 
     def rows(self) -> Iterator[Row]:
-        """Yields one row for each picture whose caption is known."""
+        """Yields one row for each image with a known caption."""
         for group, image, pairs, split in self._pictures():
             caption = _caption(pairs)
             if caption:
@@ -112,7 +112,7 @@ class EasyVqaCaptions(_EasyVqa):
 
 
 class EasyVqaQuestions(_EasyVqa):
-    """The same pictures and split, with questions and answers instead of captions."""
+    """The same images and split, with questions and answers instead of captions."""
 
     name = "easy_vqa_questions"
     kind: SourceKind = "vqa"
@@ -136,7 +136,7 @@ def _caption(pairs: list[tuple[str, str]]) -> str:
     facts = {answer for _, answer in pairs}
     for question, answer in pairs:
         negated = " not " in question or " no " in question
-        # The words of a question are facts unless it is denied: "what is the blue shape?" says that the shape is blue.
+        # The words of a question are facts unless the answer denies it: by "what is the blue shape?" the shape is blue.
         if answer not in ("yes", "no") or answer == ("no" if negated else "yes"):
             facts.update(re.findall(r"\w+", question))
     colours, shapes = facts & COLOURS.keys(), facts & SHAPES.keys()

@@ -1,6 +1,6 @@
 """Emoji in five drawing styles, with their Chinese names from Unicode's CLDR.
 
-A second source has captions of concept and style, and silhouettes with a colour.
+A second source has captions of concept and style, and coloured silhouettes.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ NAMES = {
         "4be946ff5815f806ec78b50363d577a769f2fbfb90c6380a44e161a92436996e",
     ),
 }
-# Style: its package, and the pattern of its picture files. Noto must come first: only emoji that it has are used.
+# Style: its package, and the pattern of its image files. Noto must come first: only emoji in Noto are used.
 STYLES = {
     "noto": (
         NpmPackage(
@@ -88,8 +88,8 @@ class Emoji:
     """One row for each emoji and style. The caption is the Chinese name; the style is only in the row's id.
 
     The group is the name, so all styles of a concept are in the same split. Variants with a skin tone are left out:
-    they would be half of the rows, and two of the packages have some of them exchanged. Concepts are in a fixed
-    shuffled order, so that a build with ``--limit`` is a random sample with all styles.
+    they would be half of the rows, and two of the packages mix up some of them. Concepts are in a fixed shuffled order,
+    so a build with ``--limit`` is a random sample with all styles.
     """
 
     name = "emoji"
@@ -100,7 +100,7 @@ class Emoji:
         self.cache = options.cache
 
     def origin(self) -> list[Origin]:
-        """Returns the packages of pictures and of names."""
+        """Returns the packages of images and of names."""
         packages = [package for package, _ in STYLES.values()] + list(NAMES.values())
         return [package.origin() for package in packages]
 
@@ -112,7 +112,7 @@ class Emoji:
 
 
 def read_emoji(cache: Path) -> Iterator[tuple[str, str, dict[str, bytes]]]:
-    """Yields each emoji's code points, its name, and its picture file by style, in the order of ``STYLES``.
+    """Yields each emoji's code points, its name, and its image file by style, in the order of ``STYLES``.
 
     Args:
         cache: folder for fetched packages.
@@ -120,7 +120,7 @@ def read_emoji(cache: Path) -> Iterator[tuple[str, str, dict[str, bytes]]]:
     names = _names(cache)
     pictures: dict[str, dict[str, bytes]] = {}  # emoji -> style -> file; 45 MB in total
     for style, (package, pattern) in STYLES.items():
-        # Packages are streams in their own order: all pictures must be read before the styles can be grouped.
+        # Each package has its own order: all images must be read before the styles can be grouped.
         for match, image in members(package.tarball(cache), pattern):
             emoji = _emoji(match[1])
             if emoji in names and (style == "noto" or emoji in pictures):
@@ -162,20 +162,20 @@ def _emoji(stem: str) -> str:
 # The words for the styles of the source "emoji".
 WORDS = {"noto": "谷歌", "twemoji": "推特", "openmoji": "描边", "fluent-3d": "立体", "fluent-flat": "扁平"}
 SILHOUETTE = "剪影"
-NUM_SILHOUETTES = 3  # of each emoji, each in another colour
+NUM_SILHOUETTES = 3  # for each emoji, in different colours
 
 
 class EmojiStyles(Emoji):
     """One row for each emoji and style, as 雨伞，描边风格, and for its silhouettes, as 红色的雨伞，剪影风格.
 
-    One style of each emoji (``left_out``) and most colours of its silhouette have no row: what a model draws for those
-    captions shows whether it composes concept, style and colour. Emoji are in the order of the source "emoji".
+    One style of each emoji (``left_out``) and most colours of its silhouette have no row. Drawings of these captions
+    show whether a model composes concept, style and colour. Emoji are in the order of the source "emoji".
     """
 
     name = "emoji_styles"
 
     def rows(self) -> Iterator[Row]:
-        """Yields the pictures of one emoji after the other."""
+        """Yields the images of one emoji after the other."""
         for code, name, pictures in read_emoji(self.cache):
             for style, image in pictures.items():
                 if style != left_out(name):
@@ -196,17 +196,17 @@ def in_colour(name: str, colour: str) -> str:
 
 
 def left_out(name: str) -> str:
-    """The style that no row of an emoji has."""
+    """The style of an emoji without a row, chosen by a hash of its name."""
     return str(_of_its_own(name).choice(list(STYLES)))
 
 
 def colours(name: str) -> list[str]:
-    """All colours in an order of the emoji's own: its silhouettes have the first NUM_SILHOUETTES."""
+    """All colours, shuffled by a hash of the emoji's name. Its silhouettes have the first NUM_SILHOUETTES colours."""
     return [str(colour) for colour in _of_its_own(name).permutation(list(COLOURS))]
 
 
 def silhouette(image: bytes, colour: Rgb) -> bytes:
-    """Fills what a picture does not leave transparent with one colour, as a PNG file on white."""
+    """Fills the opaque area of an image with one colour; returns a PNG file on white."""
     opaque = Image.open(io.BytesIO(image)).convert("RGBA").getchannel("A")
     picture = Image.new("RGB", opaque.size, (255, 255, 255))
     picture.paste(colour, mask=opaque)

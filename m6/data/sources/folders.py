@@ -1,7 +1,7 @@
-"""A folder of the user's own pictures with captions, as Hugging Face's imagefolder lays it out.
+"""A folder of the user's own images with captions, in the layout of Hugging Face's imagefolder.
 
-It is read here and not by Hugging Face Datasets, for which one bad line of metadata or one missing picture ends the
-reading, and links may lead out of the folder.
+It is not read by Hugging Face Datasets: there one bad line of metadata or one missing image ends the reading, and
+links may lead out of the folder.
 """
 
 import codecs
@@ -33,19 +33,19 @@ from m6.data.sources.split_names import own_splits, split_folders, split_of_fold
 from m6.errors import UserError
 
 METADATA = ("metadata.jsonl", "metadata.csv")
-MAX_LINE_BYTES = 8 << 20  # of JSONL; a longer line is skipped without being held
-MAX_CAPTION_BYTES = 8 << 20  # of a .txt beside a picture
+MAX_LINE_BYTES = 8 << 20  # of JSONL; a longer line is skipped in pieces
+MAX_CAPTION_BYTES = 8 << 20  # of a caption's .txt file
 
 
 class PictureFolder(LocalSource):
-    """A folder of pictures with captions.
+    """A folder of images with captions.
 
-    The captions are in ``metadata.jsonl`` or ``metadata.csv`` with the column ``file_name``, relative to the metadata,
-    and the text column; or in a ``.txt`` file beside each picture; or they are the names of the pictures' folders.
-    If all folders at the top are named after splits, such as ``train`` and ``val``, they are splits.
+    Captions are in the text column of ``metadata.jsonl`` or ``metadata.csv``, where the column ``file_name`` is a path
+    relative to the metadata; or in a ``.txt`` file next to each image; or they are the names of the images'
+    folders. If all top folders are named after splits, such as ``train`` and ``val``, they are splits.
 
     Raises:
-        UserError: the folder has no pictures or no captions.
+        UserError: the folder has no images or no captions.
     """
 
     def __init__(self, name: str, folder: Path, options: SourceOptions) -> None:
@@ -67,7 +67,7 @@ class PictureFolder(LocalSource):
                 f"{folder}: expected pictures with metadata.jsonl, metadata.csv, .txt files beside them or a folder "
                 "for each class; or .parquet, .jsonl, .csv, .tar, .txt or .md files"
             )
-        # Only files that are read count in the checksum; opening a named pipe or a device could block forever.
+        # The checksum covers only readable files: opening a named pipe or a device could block forever.
         pictures = [file for file in self._pictures if unreadable_reason(folder, file) is None]
         if not self._metadata:  # no columns, so no questions
             options = dataclasses.replace(options, question_column=None)
@@ -79,7 +79,7 @@ class PictureFolder(LocalSource):
             }
 
     def rows(self) -> Iterator[Row]:
-        """Yields the rows of the metadata files, then one row for each other picture."""
+        """Yields the rows of the metadata files, then one row for each other image."""
         named: set[Path] = set()
         for metadata in self._metadata:
             yield from self._metadata_rows(metadata, named)
@@ -97,7 +97,7 @@ class PictureFolder(LocalSource):
                 yield self._row(file_name, text, {}) if problem is None else self._bad(file_name, problem)
 
     def _caption(self, file: Path) -> tuple[str, str | None]:
-        """The text of a caption's file, and why there is none."""
+        """The text of a caption file, and the reason if there is none."""
         if unreadable_reason(self._folder, file):
             return "", "no caption"
         if file.stat().st_size > MAX_CAPTION_BYTES:
@@ -126,7 +126,7 @@ class PictureFolder(LocalSource):
                 yield self._bad(line, f"the file_name is {kind_of(value)}")
                 continue
             file_name = (parent / value).as_posix()
-            # A picture may have several questions or captions.
+            # An image may have several questions or captions.
             is_again = self._options.question_column or self._folder / file_name in named
             named.add(self._folder / file_name)
             identity = f"{file_name}:{number}" if is_again else file_name
@@ -153,7 +153,7 @@ class PictureFolder(LocalSource):
 
 
 def parse_object(line: bytes) -> dict[str, Any] | None:
-    """Parses a JSON object; None if the bytes are anything else. The value of a key that is there twice says so."""
+    """Parses a JSON object; None if the bytes are anything else. A repeated key gets the value ``GIVEN_TWICE``."""
     try:
         entry = json.loads(line, object_pairs_hook=entry_of)
     except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
@@ -162,9 +162,9 @@ def parse_object(line: bytes) -> dict[str, Any] | None:
 
 
 def file_entries(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yields the rows of a JSONL or CSV file with their numbers from 1, or what is wrong with one.
+    """Yields the rows of a JSONL or CSV file, or the reason for an unreadable one, numbered from 1.
 
-    UserError for a file that is not CSV in UTF-8.
+    UserError if a CSV file is not valid or not UTF-8.
     """
     if file.suffix.lower() == ".csv":
         yield from enumerate(_csv_entries(file), start=1)
@@ -174,7 +174,7 @@ def file_entries(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def json_entries(lines: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yields the lines of a JSONL file that are not blank: the number, and the object or why there is none."""
+    """Yields the non-blank lines of a JSONL file: the number, and the object or the reason if there is none."""
     number = 0
     while line := lines.readline(MAX_LINE_BYTES):
         number += 1

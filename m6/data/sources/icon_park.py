@@ -26,17 +26,17 @@ THEMES = {
 }
 PROPERTIES = {"size": "48", "strokeWidth": "4", "strokeLinecap": "round", "strokeLinejoin": "round", "id": "i"}
 
-# A module of the package holds one function, which concatenates string literals and properties:
-# '<path stroke="' + props.colors[0] + '"/>'.
+# A module of the package contains one function. It concatenates string literals and properties: '<path stroke="' +
+# props.colors[0] + '"/>'.
 _FUNCTION = re.compile(r"function \(props\) \{\s*return (.*?);\s*\}\);", re.DOTALL)
 _TERM = re.compile(r"'([^'\\]*)'|props\.colors\[(\d)\]|props\.(\w+)")
 
 
 class IconPark:
-    """One row for each icon and theme, with captions such as 拐杖的双色图标 that name the theme.
+    """One row for each icon and theme. Captions name the theme, such as 拐杖的双色图标.
 
     If an icon has no area to fill, some themes give the same drawing; repeated drawings are left out. The group is the
-    title without its number, so variants of one drawing are in the same split.
+    title without its number, so that variants of a drawing are in the same split.
     """
 
     name = "icon_park"
@@ -75,10 +75,10 @@ def draw(source: str, colours: tuple[str, ...]) -> bytes:
         colours: the four colours of a theme.
 
     Raises:
-        UserError: the module has another form than in the pinned version.
+        UserError: the form of the module differs from the pinned version.
     """
     function = _FUNCTION.search(source)
-    # Anything besides literals, properties and "+" means that the module is not understood.
+    # Anything besides literals, properties and "+" is an unknown form.
     if function is None or _TERM.sub("", function[1]).strip("+ \n"):
         raise UserError(f"{PACKAGE.name}: an icon is not written as in version {PACKAGE.version}")
     svg = ""

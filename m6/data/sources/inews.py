@@ -19,7 +19,7 @@ LABELS = ("正面", "中性", "负面")
 
 
 class _DataOnly(pickle.Unpickler):
-    """Unpickles lists, strings and numbers only. A pickle that imports anything, and could run code, is refused."""
+    """Unpickles lists, strings and numbers only. A pickle with an import is refused, since it could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"refuses {module}.{name}")
@@ -28,8 +28,8 @@ class _DataOnly(pickle.Unpickler):
 class Inews:
     """Passages of news documents. Repeated documents are left out.
 
-    The split is that of the package. The package is also a classification task, so this keeps the documents of that
-    task's test set out of pretraining.
+    The package defines the splits. It is also a classification task, and the splits keep the documents of its test set
+    out of pretraining.
     """
 
     name = "inews"
@@ -62,9 +62,10 @@ class Inews:
 
 
 class InewsSentiment:
-    """Headlines with their sentiment, and the beginning of the article as context: short texts with a field beside
-    them, as in arXiv 1611.09441. The split is that of the package. A headline or article that occurs twice is read
-    once, of the test split first.
+    """Headlines with their sentiment, and the beginning of the article as context.
+
+    Short texts with a second field, as in arXiv 1611.09441. The package defines the splits. A repeated headline or
+    article is read once, preferably in the test split.
     """
 
     name = "inews_sentiment"

@@ -1,4 +1,4 @@
-"""What the sources of the user's own files share: the licence, links that are refused, and columns."""
+"""Common code of sources of the user's own files: licence, refused links, and columns."""
 
 import errno
 import math
@@ -24,27 +24,27 @@ from m6.data.sources.text import text_key
 from m6.errors import StorageError, UserError, nearest
 
 PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg"})
-MAX_PICTURE_BYTES = 64 << 20  # a larger file or member of an archive is not read into memory
+MAX_PICTURE_BYTES = 64 << 20  # a larger file or archive member is not read into memory
 TOO_LARGE = f"larger than {MAX_PICTURE_BYTES >> 20} MiB"
 _LISTED_COLUMNS = 8  # in a note
-# Errors of a file that is not there, or that nobody here may look for; others are those of a file server.
-# What is written as a text where a row needs no text of its own; a time of day too, but no list, object or bytes.
+# Types of values convertible to a text, for columns such as labels and groups. Lists, objects and bytes are not.
 _WRITTEN = (str, int, float, Decimal, date, time, timedelta, UUID)
+# Errors of a missing or forbidden file. Other errors come from the storage, for example a file server.
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES}
 
 
 class LocalSource:
-    """Base class of the sources that read local files.
+    """Base class of sources of local files.
 
     Args:
         name: name in the manifest.
         folder: folder of the files.
         paths: the files; the checksum of the origin covers them and their paths in the folder.
-        options: must have a licence for this name.
+        options: options with a licence for this name.
 
     Attributes:
-        columns: which column is read as "text", "question", "image", "label", "split" and "group"; empty for files
-            without columns.
+        columns: the columns read as "text", "question", "image", "label", "split" and "group"; empty for files without
+            columns.
 
     Raises:
         UserError: no licence was given.
@@ -68,7 +68,7 @@ class LocalSource:
 
     def origin(self) -> list[Origin]:
         """Returns one origin with a checksum of all files."""
-        # Paths count, because folders name splits, labels and captions; not the folder itself: a copy is the same data.
+        # Relative paths count, because folders name splits, labels and captions. A copy of the folder is the same data.
         checksum = combined_sha256(
             (os.path.relpath(file, self._folder), files.sha256(file)) for file in self._files_read()
         )
@@ -80,9 +80,9 @@ class LocalSource:
 
 
 def split_of_row(entry: Mapping[str, Any], options: SourceOptions) -> tuple[Split | None, str | None]:
-    """Returns the split that a row names in its split column, and why the row cannot be used.
+    """Returns the split in a row's split column, and the reason if the row is unusable.
 
-    It names no split, or its label or group is no text.
+    A row is unusable if its split is unknown, or if its label or group is not convertible to a text.
     """
     problem = column_problem(entry, "label", options.label_column) or column_problem(
         entry, "group", options.group_column
@@ -98,7 +98,7 @@ def split_of_row(entry: Mapping[str, Any], options: SourceOptions) -> tuple[Spli
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Stands for the value of a cell that cannot be read; ``str`` of it is the reason."""
+    """Placeholder for the value of an unreadable cell; ``str`` of it is the reason."""
 
     reason: str
 
@@ -110,7 +110,7 @@ GIVEN_TWICE = Unreadable("given twice")
 
 
 def entry_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the values of a row by their columns; that of a column that is there twice is ``GIVEN_TWICE``."""
+    """Returns the values of a row by column. The value of a repeated column is ``GIVEN_TWICE``."""
     entry = dict(pairs)
     if len(entry) < len(pairs):
         names = Counter(name for name, _ in pairs)
@@ -119,19 +119,19 @@ def entry_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def kind_of(value: object) -> str:
-    """Returns what a value is, for a reason: "null", "list", or why it cannot be read."""
+    """Describes a value, for a message: "null", its type such as "list", or the reason if it is unreadable."""
     if isinstance(value, Unreadable) or _is_no_number(value):
         return str(value)
     return "null" if value is None else type(value).__name__
 
 
 def _is_no_number(value: object) -> bool:
-    """Whether a value is NaN or infinite, which Python reads from JSON."""
+    """Whether a value is NaN or infinite: Python's JSON reader accepts these."""
     return isinstance(value, float) and not math.isfinite(value)
 
 
 def column_problem(entry: Mapping[str, Any], role: str, column: str | None) -> str | None:
-    """Returns why what a row holds in a column cannot be written as a text; None if it can, or is no value."""
+    """Returns the reason if the value of a column is not convertible to a text; None if it is, or if it is null."""
     value = entry.get(column) if column is not None else None
     if value is None or (isinstance(value, _WRITTEN) and not _is_no_number(value)):
         return None
@@ -139,35 +139,35 @@ def column_problem(entry: Mapping[str, Any], role: str, column: str | None) -> s
 
 
 def text_problem(value: object, options: SourceOptions) -> str | None:
-    """Returns why a value is no caption, question or document, which have to be texts; None if it is one."""
+    """Returns the reason if a caption, question or document is not a string; else None."""
     role = "question" if options.question_column else "text"
     return None if isinstance(value, str) else f"the {role} is {kind_of(value)}"
 
 
 def group_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | None:
-    """Returns the group that a row names in its group column; None without a group column or a value."""
+    """Returns the group in a row's group column; None without a group column or a value."""
     value = _text_of(entry, options.group_column)
     return None if value is None else f"group/{value}"
 
 
 def group_of_text(text: str) -> str:
-    """Returns the group of a text by its content: equal texts, but for case and blanks, are in one split."""
+    """Returns the group of a text by its content. Texts equal up to case and blanks are in one group."""
     return f"text/{text_key(text).hex()[:32]}"
 
 
 def unreadable_reason(folder: Path, path: Path) -> str | None:
-    """Returns why a file of a source is not read: it is missing, outside of the folder, no regular file, or too large.
+    """Returns why a file of a source is not read: missing, outside of the folder, not a regular file, or too large.
 
-    Only pictures are too large: other files are read by lines or rows.
+    Only image files can be too large: other files are read by lines or rows.
 
     Raises:
-        StorageError: the file system does not tell.
+        StorageError: the file system does not answer.
     """
     try:
-        # Resolved: "..", absolute names and symbolic links may lead out of the folder.
+        # Paths are resolved: "..", absolute names and symbolic links may lead out of the folder.
         if not path.resolve().is_relative_to(folder.resolve()):
             return "outside of the folder"
-        status = path.stat()  # as the file will be opened: a resolved path leaves out "missing/.."
+        status = path.stat()  # of the path as it will be opened: resolve() drops "missing/.."
     except (OSError, ValueError, RuntimeError) as error:  # the name is too long or has a NUL, or links form a loop
         if isinstance(error, OSError) and error.errno not in _ABSENT:
             raise StorageError(f"{path} cannot be read: {error.strerror}") from None
@@ -179,38 +179,38 @@ def unreadable_reason(folder: Path, path: Path) -> str | None:
 
 
 def picture_kind(options: SourceOptions) -> SourceKind:
-    """The kind of a source of pictures with columns."""
+    """The kind of a source of images, by its columns."""
     return "vqa" if options.question_column else "image_text"
 
 
 def written(text: str, options: SourceOptions) -> dict[str, Any]:
-    """Returns the field of a row of a picture that holds what was read from ``options.written_column``."""
+    """Returns the text of ``options.written_column`` as a field of ``Row``: "question" or "text"."""
     return {"question" if options.question_column else "text": text}
 
 
 def label_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | None:
-    """Returns the label that a row names in its label column; None without a label column or a value."""
+    """Returns the label in a row's label column; None without a label column or a value."""
     return _text_of(entry, options.label_column)
 
 
 def context_of_row(entry: Mapping[str, Any], options: SourceOptions) -> str | None:
-    """Returns what a row holds in its context column; None without a context column or a value."""
+    """Returns the context in a row's context column; None without a context column or a value."""
     return _text_of(entry, options.context_column)
 
 
 def _text_of(entry: Mapping[str, Any], column: str | None) -> str | None:
-    """What a row holds in a column; blanks are no value, as in CSV."""
+    """The value of a column as a text; None for blanks, as in CSV."""
     value = entry.get(column) if column is not None else None
     text = "" if value is None else _written(value)
     return text if text.strip() else None
 
 
 def _written(value: object) -> str:
-    """The text of a value. Equal numbers have equal texts, as 1, 1.0 and true: JSON does not tell 1 from 1.0."""
+    """The text of a value. Equal numbers have equal texts, such as 1, 1.0 and true: JSON may write 1 as 1.0."""
     if isinstance(value, int | float | Decimal) and not _is_no_number(value):
         if value == int(value):
             return str(int(value))
-        # The digits of a decimal without the zeros of its column's scale.
+        # The digits of a decimal, without trailing zeros from its column's scale.
         return f"{value:f}".rstrip("0") if isinstance(value, Decimal) else str(value)
     return str(value)
 
@@ -219,20 +219,20 @@ def require_column(column: str, columns: Iterable[str], where: object, role: str
     """Raises UserError if ``column`` is not in ``columns``.
 
     Args:
-        column: the column that is read.
-        columns: those that are there.
-        where: names the file or data set in the message.
-        role: what the column holds, as in ``SourceOptions.columns``.
+        column: the column to read.
+        columns: the existing columns.
+        where: the file or data set, for the message.
+        role: role of the column, as in ``SourceOptions.columns``.
     """
     columns = list(columns)
     if column not in columns:
-        # Other columns than this one are only read where the user named them.
+        # Any other column was named by the user, so this remedy would not help.
         remedy = "; name another by --text-column" if (role, column) == ("text", SourceOptions.text_column) else ""
         raise UserError(f'{where} has no column "{column}"{nearest(column, columns)}{remedy}')
 
 
 def note_unread_columns(name: str, columns: Iterable[str], read: Iterable[str]) -> None:
-    """Prints which columns of a source are not read."""
+    """Prints the ignored columns of a source."""
     if unread := sorted(set(columns) - set(read)):
         listed = ", ".join(map(repr, unread[:_LISTED_COLUMNS])) + (", ..." if len(unread) > _LISTED_COLUMNS else "")
         print(f'note: "{name}": {len(unread)} columns are not read: {listed}', file=sys.stderr)

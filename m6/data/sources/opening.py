@@ -1,4 +1,4 @@
-"""Decides how a file or a folder of the user's own data is read, and says what of it is not."""
+"""Chooses the source class for a file or folder of the user's own data, and reports ignored files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from m6.errors import UserError
 
 _FORMATS = (".tar", *LocalTable.FORMATS, *Documents.FORMATS)
 _OTHERS = "files of other forms"
-# What is left over of a form that is read.
+# Descriptions of ignored files of a form with a reader.
 _LEFT_OVER = {
     ".txt": " without a picture",
     "pictures": " that no row names",
     ".arrow": " that no state.json names",
 }
-_LISTED_FORMS = 8  # of these
+_LISTED_FORMS = 8  # other forms in a note
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _NO_DATA = re.compile(
     r"(licen[cs]e|copying|notice|readme|changelog|citation|authors|(md5|sha\d+)sums?|checksums?)([-.]\w+)?"
@@ -35,7 +35,7 @@ _NO_DATA = re.compile(
 
 
 def open_path(name: str, path: Path, options: SourceOptions) -> Source:
-    """Returns the source of a file or a folder; what it does not read of a folder is printed to stderr.
+    """Returns the source of a file or a folder. Ignored files of a folder are reported on stderr.
 
     Args:
         name: name in the manifest.
@@ -43,7 +43,7 @@ def open_path(name: str, path: Path, options: SourceOptions) -> Source:
         options: columns and licence.
 
     Raises:
-        UserError: there is nothing that can be read, a file is a link out of the folder, or a column is missing.
+        UserError: there is no readable file, a file is a link out of the folder, or a column is missing.
     """
     if path.is_file():
         forms = {_form(path): [path]}
@@ -67,7 +67,7 @@ def open_path(name: str, path: Path, options: SourceOptions) -> Source:
 def _source(
     name: str, folder: Path, forms: Mapping[str, list[Path]], options: SourceOptions
 ) -> tuple[Source, Mapping[str, list[Path]]]:
-    """Returns the source of some files, and those that it reads, both by their forms."""
+    """Returns the source of some files given by form, and the files read by it, by form."""
 
     def of(*names: str) -> dict[str, list[Path]]:
         return {form: forms[form] for form in names if form in forms}
@@ -88,13 +88,13 @@ def _source(
         files = [file for each in tables.values() for file in each]
         _refuse_links(folder, files)
         table = LocalTable(name, folder, files, options)
-        # Rows may name pictures by their path.
+        # Rows may refer to image files by path.
         return table, tables | ({"pictures": table.picture_files} if "pictures" in forms else {})
     if documents := of(*Documents.FORMATS):
         files = sorted(file for each in documents.values() for file in each)
         _refuse_links(folder, files)
         return Documents(name, folder, files, options), documents
-    return PictureFolder(name, folder, options), {}  # raises: the message lists what can be read
+    return PictureFolder(name, folder, options), {}  # raises: the message lists readable forms
 
 
 def _form(file: Path) -> str:
@@ -108,7 +108,7 @@ def _form(file: Path) -> str:
 
 
 def _note_unread(name: str, folder: Path, forms: Mapping[str, list[Path]], read: Mapping[str, list[Path]]) -> None:
-    """Prints which files of a folder are not read, but for names that hold no data."""
+    """Prints the ignored files of a folder, except names without data such as README."""
     files_read = {file for files in read.values() for file in files}
     named = (*_FORMATS, ".arrow", "pictures", "metadata")
     titles = {form: f"{form} files" if form.startswith(".") else form for form in named}

@@ -26,11 +26,11 @@ class PipPackage:
     module: str
     licence: str
     extra: str = "data"
-    """extra of m6-recipes that installs it"""
+    """extra of m6-recipes for installing it"""
 
     def folder(self) -> Path:
         """Returns the module's folder without importing it; UserError if the package is not installed."""
-        # Data packages may import heavy dependencies, or fail to import; only their files are needed.
+        # Importing a data package may load heavy dependencies or fail; only its files are needed.
         spec = importlib.util.find_spec(self.module)
         if spec is None or not spec.submodule_search_locations:
             raise UserError(f'the package {self.name} is not installed: pip install "m6-recipes[{self.extra}]"')
@@ -70,11 +70,11 @@ class NpmPackage:
                     f'"npm pack {specifier}" on another machine and copy the file to {path}'
                 )
             path.parent.mkdir(parents=True, exist_ok=True)
-            # In the cache's file system, so that the finished download can be renamed.
+            # Inside the cache's file system, so that the finished download can be renamed.
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 _run(["npm", "pack", specifier, "--silent", "--pack-destination", folder], f"npm: {specifier}")
                 next(Path(folder).glob("*.tgz")).replace(path)
-        # Checked on every use: the cache may hold a file that a user copied there.
+        # Checked on every use: a user may have copied the file into the cache.
         if files.sha256(path) != self.sha256:
             raise UserError(f"{path} is not {self.name}@{self.version}: its SHA-256 differs; remove the file")
         return path
@@ -116,7 +116,7 @@ class DebianPackage:
         return Origin(package=self.name, version=version, licence=self.licence, sha256=files.sha256(archive))
 
     def members(self, cache: Path, pattern: str) -> Iterator[tuple[re.Match[str], bytes]]:
-        """Yields the files that the package would install, like the function ``members``."""
+        """Yields the package's files like the function ``members``."""
         command = ["dpkg-deb", "--fsys-tarfile", str(self.archive(cache))]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
@@ -124,7 +124,7 @@ class DebianPackage:
 
 
 def members(archive: Path | IO[bytes], pattern: str) -> Iterator[tuple[re.Match[str], bytes]]:
-    """Streams the regular files of a tar archive whose full name matches ``pattern``. Nothing is written to disk.
+    """Streams the regular files of a tar archive with a full name matching ``pattern``. Nothing is written to disk.
 
     Args:
         archive: path or binary stream of a tar file, compressed or not.
@@ -145,12 +145,12 @@ def members(archive: Path | IO[bytes], pattern: str) -> Iterator[tuple[re.Match[
 
 
 def tree_sha256(paths: Iterable[Path]) -> str:
-    """Returns one SHA-256 over the names and contents of a package's files. Their order and folders do not matter."""
+    """Returns one SHA-256 over the names and contents of files, independent of their order and folders."""
     return combined_sha256((path.name, files.sha256(path)) for path in paths)
 
 
 def combined_sha256(named: Iterable[tuple[str, str]]) -> str:
-    """Returns one SHA-256 over names of files, relative to the folder of the data, and the SHA-256 of each."""
+    """Returns one SHA-256 over relative file names and the SHA-256 of each file."""
     digest = hashlib.sha256()
     for name, checksum in sorted(named):
         digest.update(f"{checksum}  {name}\n".encode("utf-8", "surrogateescape"))

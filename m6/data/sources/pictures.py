@@ -1,4 +1,4 @@
-"""Converts picture files to small square ones that are safe to decode."""
+"""Converts untrusted image files to small square ones, safe to decode."""
 
 import io
 import re
@@ -17,23 +17,23 @@ from m6.data.sources.decoder import TOO_MUCH_MEMORY, DecoderEnded, ask
 from m6.errors import UserError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-MAX_PIXELS = 50_000_000  # 200 MB when decoded; a larger picture is taken for a decompression bomb
-MAX_SIDE = 65_535  # JPEG's limit. Decoders take memory and time for each row, so a picture of 1 x 50,000,000 costs 1 GB
-# Of a drawing: about 10 s. cairosvg makes 200 calls for an element and 70 for a letter, and as many again for each
-# reference to them, which may nest.
+MAX_PIXELS = 50_000_000  # 200 MB when decoded; a larger image counts as a decompression bomb
+MAX_SIDE = 65_535  # JPEG's limit. Decoders need memory and time for each row: an image of 1 x 50,000,000 costs 1 GB
+# Python calls for an SVG: about 10 s. cairosvg makes 200 calls for an element, 70 for a letter, and the same again for
+# each reference to them. References may nest.
 MAX_CALLS = 10_000_000
-_SMALL_DRAWING_BYTES = 100_000  # makes fewer calls, without references and rules of style
-# Of a bitmap that is decoded in this process: seconds at most, whatever is in it.
+_SMALL_DRAWING_BYTES = 100_000  # such an SVG without references and style rules makes fewer calls
+# Limits of a bitmap for decoding in this process: seconds at most, for any contents.
 _QUICK_BYTES, _QUICK_SCANS = 1 << 20, 64
-_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # a tag of EXIF, and its values that exchange width and height
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # an EXIF tag, and its values with exchanged width and height
 _QUALITIES = (95, 90, 85, 75, 60, 40, 20)
-_WEBP_HEADER = 1 << 16  # bytes; the name of the first chunk of pixels is in them, also after a colour profile
-# References and rules of style, also as they may be written with entities and escapes.
+_WEBP_HEADER = 1 << 16  # bytes; contains the name of the first chunk of pixels, even after a colour profile
+# References and style rules, also if written with entities and escapes.
 _REFERENCES = re.compile(rb"href|url|&|\\|style[\s>]")
 _TIFF = (b"II", b"MM")
 _JPEG = b"\xff\xd8"
-_SCAN = re.compile(rb"\xff\xda")  # how one of a JPEG begins; each may visit all its pixels
-# How other formats begin, which are no damaged pictures.
+_SCAN = re.compile(rb"\xff\xda")  # start of a scan of a JPEG; each scan may visit all pixels
+# Magic bytes of unsupported formats, to tell them from damaged images.
 _OTHERS = (
     (0, b"\x1f\x8b", "gzip"),
     (0, b"\x00\x00\x00\x0cjP  \r\n\x87\n", "JPEG 2000"),
@@ -49,26 +49,26 @@ _OTHERS = (
     (0, b"v/1\x01", "OpenEXR"),
     (0, b"qoif", "QOI"),
 )
-# What Pillow says of files that may be whole.
+# Pillow's messages for valid files of unsupported kinds.
 _NOT_READ = re.compile(r"unsupported|not supported|unknown|not available|cannot handle|precision", re.IGNORECASE)
 _UTF_16 = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
 
 
 class BadPicture(Exception):
-    """A picture that cannot be used. The message is the reason under which the manifest counts it."""
+    """An unusable image. The message is the reason, counted in the manifest."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """A picture file, decoded and shrunk.
+    """An image file, decoded and shrunk.
 
     Attributes:
         picture: RGB or RGBA, upright, of at most ``image_size`` pixels a side, proportions kept.
-        width, height: of the file as it is shown, in pixels; of a drawing (SVG), as it was rendered.
-        is_animated: whether the file has several frames; the first is decoded.
+        width, height: size of the upright image file in pixels; for an SVG, of its rendering.
+        is_animated: whether the file has several frames; the first one is decoded.
         kind: format of the file, such as "JPEG".
-        data: contents of the file; of a drawing, of its rendering.
-        fits: whether the file is a square RGB picture of the right size, which needs no conversion.
+        data: contents of the file; for an SVG, of its rendering.
+        fits: whether the file needs no conversion: a square RGB image of the right size.
     """
 
     picture: Image.Image
@@ -81,14 +81,14 @@ class Decoded:
 
 
 def encode(data: bytes, image_size: int) -> bytes:
-    """Converts a picture file to an opaque square PNG, JPEG or WebP of at most ``image_size`` pixels a side.
+    """Converts an image file to an opaque square PNG, JPEG or WebP of at most ``image_size`` pixels a side.
 
-    Proportions are kept: the picture is padded with white to a square. Transparent areas become white. Bitmaps are
-    never enlarged; SVG drawings are rendered at ``image_size``. A file that already fits is kept byte for byte, and
-    others take no more bytes than they came with, if that is possible.
+    Proportions are kept: the image is padded with white to a square. Transparent areas become white. Bitmaps are
+    never enlarged; SVG drawings are rendered at ``image_size``. A fitting file is kept byte for byte. Other files do
+    not grow in bytes, if possible.
 
     Raises:
-        BadPicture: the file is damaged, too large, or no picture.
+        BadPicture: the file is damaged, too large, or no image.
     """
     return square(decode(data, image_size))
 
@@ -101,12 +101,12 @@ def encode_bitmap(data: bytes, image_size: int) -> bytes:
 
 
 def decode(data: bytes, image_size: int) -> Decoded:
-    """Decodes a picture file and shrinks it; the first half of ``encode``.
+    """Decodes an image file and shrinks it; the first half of ``encode``.
 
-    What may take long is decoded in another process with a limit of time, whose start takes a second.
+    Possibly slow files are decoded in another process with a time limit. Starting it takes a second.
 
     Raises:
-        BadPicture: the file is damaged, too large, takes too long, or is no picture.
+        BadPicture: the file is damaged, too large, takes too long, or is no image.
     """
     if _is_quick(data):
         return decode_here(data, image_size)
@@ -123,10 +123,10 @@ def decode(data: bytes, image_size: int) -> Decoded:
 
 
 def answer(data: bytes, image_size: int) -> tuple[dict[str, Any], bytes, bytes]:
-    """Decodes a picture for ``decode`` in another process.
+    """Decodes an image for ``decode`` in another process.
 
     Returns:
-        What there is to say of the picture, or why there is none; its pixels; and of a drawing its rendering.
+        The attributes of ``Decoded``, or the problem; the pixels; and the rendering of an SVG.
     """
     try:
         decoded = decode_here(data, image_size)
@@ -140,7 +140,7 @@ def answer(data: bytes, image_size: int) -> tuple[dict[str, Any], bytes, bytes]:
 
 
 def decode_here(data: bytes, image_size: int) -> Decoded:
-    """Decodes a picture in this process, however long it takes."""
+    """Decodes an image in this process, however long it takes."""
     try:
         if (drawing := _drawing(data)) is not None:
             data = _render(drawing, image_size)
@@ -150,18 +150,19 @@ def decode_here(data: bytes, image_size: int) -> Decoded:
 
 
 def _drawing(data: bytes) -> bytes | None:
-    """The text of a drawing in UTF-8, or in the encoding that it names; None for a bitmap."""
+    """The text of an SVG, in UTF-8 or its declared encoding; None for a bitmap."""
     if (encoding := _UTF_16.get(data[:2])) is not None:
         text = data[2:].decode(encoding, "replace")
-        # Its bytes are other ones now than its declaration says.
+        # The text is re-encoded, so its XML declaration is wrong now.
         data = re.sub(r"^\s*<\?xml.*?\?>", "", text, count=1, flags=re.DOTALL).encode("utf-8", "replace")
     return data if data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<") else None
 
 
 def _is_quick(data: bytes) -> bool:
-    """Whether a picture is decoded in seconds, whatever is in it.
+    """Whether an image decodes in seconds, for any contents.
 
-    A JPEG of a million bytes can have 10,000 scans of all its pixels, and a TIFF as many pages, which are counted.
+    A JPEG of a million bytes can have 10,000 scans of all its pixels. A TIFF can have as many pages, and counting them
+    is slow.
     """
     if len(data) > _QUICK_BYTES or data.startswith(_TIFF) or _drawing(data) is not None:
         return False
@@ -178,16 +179,16 @@ def _decode_bitmap(data: bytes, image_size: int) -> Decoded:
     except (BadPicture, MemoryError):
         raise
     except Exception as error:
-        # Pillow raises exceptions of many types for damaged files, such as IndexError for a PNG's empty colour profile.
+        # Pillow raises many types for damaged files, such as IndexError for an empty colour profile of a PNG.
         raise BadPicture(_why_not_read(data, error)) from None
 
 
 def _why_not_read(data: bytes, error: Exception) -> str:
-    """Why a bitmap cannot be opened: it is damaged, or of a kind that is not read."""
+    """Why a bitmap cannot be opened: damaged, or of an unsupported kind."""
     for place, beginning, name in _OTHERS:
         if data.startswith(beginning, place):
             return f"a format that is not read ({name})"
-    if isinstance(error, UnidentifiedImageError):  # asked again, for a reason
+    if isinstance(error, UnidentifiedImageError):  # opens it again, to get the reason
         for name in FORMATS:
             open_as, accepts = Image.OPEN[name]
             if accepts is None or accepts(data[:16]) is True:
@@ -195,7 +196,7 @@ def _why_not_read(data: bytes, error: Exception) -> str:
                     open_as(io.BytesIO(data), "")
                 except Exception as reason:
                     error = reason
-    if "too large" in str(error) or "Too much memory" in str(error):  # texts and profiles of PNG
+    if "too large" in str(error) or "Too much memory" in str(error):  # text and profile chunks of PNG
         return "image with more than 1 MiB of metadata"
     return "an image of a kind that is not read" if _NOT_READ.search(str(error)) else "corrupt image"
 
@@ -204,22 +205,22 @@ def _decode(data: bytes, image_size: int) -> Decoded:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         if max(image.size) > MAX_SIDE or image.width * image.height > MAX_PIXELS:
             raise BadPicture("image too large")
-        # A JPEG with further pictures in it, by most cameras its preview; Pillow takes it for animated.
+        # MPO: a JPEG with further images, mostly a camera's preview. Pillow reports it as animated.
         has_preview = image.format == "MPO"
         kind = "JPEG" if has_preview else image.format
         width, height = image.size
         is_animated = bool(getattr(image, "is_animated", False)) and not has_preview
         fits = width == height <= image_size and image.mode == "RGB" and not has_preview
-        image.draft("RGB", (2 * image_size, 2 * image_size))  # JPEG only: decodes at a reduced size, which is faster
+        image.draft("RGB", (2 * image_size, 2 * image_size))  # JPEG only: decodes faster at a reduced size
         image.load()
         has_exif, is_turned = _turn_upright(image)
         fits = fits and kind in ("PNG", "JPEG", "WEBP") and not has_exif and "transparency" not in image.info
         if is_turned:
             width, height = height, width
-        # A copy of a large picture is avoided where its colours can be resized as they are.
+        # Avoids a copy of a large image if its mode can be resized directly.
         as_it_is = image.mode in ("RGB", "RGBA") and "transparency" not in image.info
         picture: Image.Image = image if as_it_is else _in_colours(image)
-        # Of Pillow's filters for shrinking it takes the least time but for BOX, which is coarse: half that of LANCZOS.
+        # HAMMING takes half the time of LANCZOS. Only BOX is faster, but coarse.
         picture.thumbnail((image_size, image_size), Image.Resampling.HAMMING)
         return Decoded(picture, width, height, is_animated, kind, data, fits)
 
@@ -233,20 +234,20 @@ def _in_colours(image: Image.Image) -> Image.Image:
 
 
 def _turn_upright(image: Image.Image) -> tuple[bool, bool]:
-    """Turns a picture as its EXIF data say. Returns whether it has such data, and whether they exchange its sides.
+    """Rotates an image by its EXIF data. Returns whether it has EXIF data, and whether its sides are exchanged.
 
-    A picture with damaged EXIF data is whole, and is taken as it is.
+    Damaged EXIF data are ignored: the image itself is whole.
     """
     has_exif, is_turned = True, False
-    with suppress(Exception):  # Pillow raises exceptions of many types for damaged EXIF data
+    with suppress(Exception):  # Pillow raises many types for damaged EXIF data
         exif = image.getexif()
         has_exif, is_turned = bool(exif), exif.get(_ORIENTATION, 1) in _TURNED
-        ImageOps.exif_transpose(image, in_place=True)  # turns the picture before it writes its other EXIF data anew
+        ImageOps.exif_transpose(image, in_place=True)  # rotates before rewriting the other EXIF data
     return has_exif, is_turned
 
 
 def on_white(picture: Image.Image) -> Image.Image:
-    """Returns an RGB picture; transparent areas of an RGBA one become white."""
+    """Converts RGBA to RGB: transparent areas become white."""
     if picture.mode == "RGB":
         return picture
     canvas = Image.new("RGB", picture.size, "white")
@@ -255,7 +256,7 @@ def on_white(picture: Image.Image) -> Image.Image:
 
 
 def square(decoded: Decoded) -> bytes:
-    """Pads a picture with white to a square and encodes it; the second half of ``encode``."""
+    """Pads an image with white to a square and encodes it; the second half of ``encode``."""
     if decoded.fits:
         return decoded.data
     picture = on_white(decoded.picture)
@@ -266,15 +267,15 @@ def square(decoded: Decoded) -> bytes:
 
 
 def _compressed(picture: Image.Image, kind: str | None, original: bytes) -> bytes:
-    """The picture in the best quality that takes no more bytes than the original file, or in the fewest bytes.
+    """Encodes in the best quality with no more bytes than the original file; failing that, in the fewest bytes.
 
-    Photographs stay lossy, which takes several times fewer bytes, and drawings stay exact.
+    Lossy originals stay lossy, with several times fewer bytes; lossless originals stay exact.
     """
     options: list[tuple[str, dict[str, Any]]]
     if kind == "JPEG":
-        # Below 85 with half the resolution of colours, as cameras and programs store it.
+        # Below 85 with halved colour resolution, as usual in cameras and programs.
         options = [("JPEG", {"quality": quality, "subsampling": 2 * (quality < 85)}) for quality in _QUALITIES]
-        # Optimal codes take three times as long: only where nothing else is small enough.
+        # Optimal Huffman codes take three times as long: only if nothing else is small enough.
         options.append(("JPEG", {"quality": _QUALITIES[-1], "optimize": True}))
     elif kind == "WEBP" and b"VP8L" not in original[:_WEBP_HEADER]:
         options = [("WEBP", {"quality": quality}) for quality in _QUALITIES]
@@ -313,7 +314,7 @@ def _render(svg: bytes, size: int) -> bytes:
 
 
 def _why_not_drawn(svg: bytes, error: Exception) -> str:
-    """Why a drawing cannot be rendered; cairosvg has no type of exceptions of its own."""
+    """Why an SVG cannot be rendered; cairosvg has no exception type of its own."""
     from defusedxml import DefusedXmlException
     from defusedxml.ElementTree import ParseError, fromstring
 
@@ -329,12 +330,12 @@ def _why_not_drawn(svg: bytes, error: Exception) -> str:
 
 
 class _TooManyCalls(BaseException):
-    """Not an Exception, which cairosvg may catch."""
+    """A BaseException, since cairosvg may catch Exception."""
 
 
 @contextmanager
 def _limited_calls(limit: int) -> Iterator[None]:
-    """A context in which this thread may make so many calls: unlike seconds, they are equal on all machines."""
+    """Limits the Python calls of this thread: unlike seconds, their number is the same on all machines."""
     number = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:

@@ -17,15 +17,15 @@ PACKAGE = NpmPackage(
     "MIT",
     "25b549e46919c3a0569db6b68ddc96956b04a484ea4518ad2bbd4f137e307e86",
 )
-# Tang and Song poems, ci, Yuan songs, the Five Dynasties, the Book of Songs, the songs of Chu, Cao Cao and
-# Nalan Xingde. The other files of the package repeat these or are commentary.
+# Tang and Song poems, ci, Yuan songs, the Five Dynasties, the Book of Songs, the songs of Chu, Cao Cao and Nalan
+# Xingde. The other files of the package are repetitions or commentary.
 FILES = (
     r"package/dist/(quantangshi/poet\.\w+\.\d+|songci/ci\.song\.\d+|yuanqu/yuanqu|wudaishici/huajianji/[\w-]+juan"
     r"|wudaishici/nantang/poetrys|shijing/shijing|chuci/chuci|caocaoshiji/caocao|nalanxingde/[^/]+)\.json"
 )
 
 _NOTE = re.compile(r"（[^（）]*）|\([^()]*\)|〖[^〖〗]*〗|\[[^\[\]]*\]")
-# Lost characters, editors' marks and remarks. A poem with any of these is left out.
+# Lost characters, editors' marks and remarks. Poems with any of these are left out.
 _UNCLEAN = re.compile(
     r"[A-Za-z0-9□○囗●�{}（）()\[\]〖〗〔〕［］<>/⿰-⿻\ue000-\uf8ff]|[？?]{2}|(?:詩題|首句|附注|案)："
 )
@@ -35,7 +35,7 @@ MIN_CHARS = 8  # shorter texts are placeholders such as 空。
 class Poetry:
     """Passages of poems; the first passage of a poem starts with 《title》author. Needs the package opencc.
 
-    The group is the first line of the poem, so that a poem with two titles is in one split.
+    The group is the first line of the poem, so a poem with two titles is in one split.
     """
 
     name = "poetry"

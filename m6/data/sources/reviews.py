@@ -16,8 +16,8 @@ FILES = {"pos.txt": "好评", "neg.txt": "差评"}
 class Reviews:
     """One row for each review, with the label in ``answer``.
 
-    Repeated lines are read once. A review with both labels is a bad row. Long reviews are cut, because the first
-    sentences mostly decide the sentiment.
+    Repeated lines are read once. A review with both labels is a bad row. Long reviews are cut: mostly the first
+    sentences decide the sentiment.
 
     These lines contain most of the data set ChnSentiCorp. Do not evaluate on one after training on the other.
     """

@@ -1,6 +1,6 @@
-"""Rows of one entry of a table, and of the user's own .txt and .md files.
+"""Makes rows of table entries, and of the user's own .txt and .md files.
 
-An entry is a picture with its caption, or the passages of a text.
+An entry is an image with its caption, or a text to cut into passages.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,14 +33,14 @@ def picture_row(
     folder: Path | None,
     options: SourceOptions,
 ) -> Row:
-    """Returns the row of one entry of a table of pictures, or one with the problem.
+    """Returns the row of one entry of a table of images. A bad entry gives a row with the problem.
 
     Args:
         entry: the values of the columns.
-        column: the column of pictures: bytes, Hugging Face's ``{"bytes", "path"}``, or a path.
+        column: the column of images: bytes, Hugging Face's ``{"bytes", "path"}``, or a path.
         identity: id of the row.
         split: the split of the whole table, if it is one.
-        folder: folder that paths are relative to; None: paths are not followed.
+        folder: base folder of paths; None: paths are not followed.
         options: the other columns.
     """
     split, problem = split_or_problem(entry, options.written_column, split, options)
@@ -53,7 +53,7 @@ def picture_row(
 
 
 def text_rows(entry: Mapping[str, Any], identity: str, split: Split | None, options: SourceOptions) -> Iterator[Row]:
-    """Yields the passages of one entry of a table of texts, or one row with the problem.
+    """Yields the passages of one entry of a table of texts. A bad entry gives one row with the problem.
 
     Args:
         entry: the values of the columns.
@@ -72,7 +72,7 @@ def text_rows(entry: Mapping[str, Any], identity: str, split: Split | None, opti
 def passage_rows(
     text: str, identity: str, group: str | None, split: Split | None, options: SourceOptions
 ) -> Iterator[Row]:
-    """Yields the passages of a text, or one row that says that it is empty; equal texts are a group by themselves."""
+    """Yields the passages of a text, or one bad row if it is empty. Without a group, equal texts form a group."""
     group, number = group or group_of_text(text), 0
     for number, passage in enumerate(passages(text, options.passage_chars), start=1):
         yield Row(f"{identity}/{number - 1}", group, passage, split=split)
@@ -83,14 +83,14 @@ def passage_rows(
 def split_or_problem(
     entry: Mapping[str, Any], column: str, split: Split | None, options: SourceOptions
 ) -> tuple[Split | None, str | None]:
-    """Returns the split of an entry, and why it cannot be used: its ``column`` has no text, or an unknown split."""
+    """Returns the split of an entry, and the reason if it is unusable: no text in ``column``, or an unknown split."""
     named, problem = split_of_row(entry, options)
     return named or split, text_problem(entry.get(column), options) or problem
 
 
 def _picture_or_problem(value: object, folder: Path | None) -> tuple[bytes | None, str | None]:
-    """The contents of a picture file, or why there is none."""
-    # A data set of the Hub (no folder) must not name local files.
+    """The contents of an image file, or the reason if there are none."""
+    # Rows of a Hub data set (no folder) must not name local files.
     picture = None if folder is None else named_file(value, folder)
     if picture is not None and folder is not None:
         problem = unreadable_reason(folder, picture)
@@ -107,7 +107,7 @@ def _picture_or_problem(value: object, folder: Path | None) -> tuple[bytes | Non
 
 
 def named_file(value: object, folder: Path) -> Path | None:
-    """Returns the file that the cell of a picture names; None if the cell holds the picture itself, or nothing."""
+    """Returns the file named in an image cell; None if the cell holds the image itself, or nothing."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     return folder / value if isinstance(value, str) and value else None
@@ -117,14 +117,14 @@ MAX_DOCUMENT_BYTES = 256 << 20
 
 
 class Documents(LocalSource):
-    """Plain text or Markdown files; each file is a document, which is cut into passages.
+    """Plain text or Markdown files. Each file is a document, cut into passages.
 
     Args:
         name: name in the manifest.
         folder: folder of the files; ids are relative to it.
         files: the files.
         options: the licence, and the length of passages.
-        splits: of the files; None: those that the folders at the top are named after.
+        splits: splits of the files; None: by the names of the top folders.
     """
 
     FORMATS: ClassVar[tuple[str, ...]] = (".txt", ".md")

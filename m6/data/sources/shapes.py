@@ -1,4 +1,4 @@
-"""Coloured shapes, drawn here, with captions that are composed of words."""
+"""Coloured shapes, drawn by this module, with captions composed of words."""
 
 import io
 import math
@@ -29,7 +29,7 @@ COLOURS: dict[str, Rgb] = {
     "黑色": (25, 25, 25),
 }
 SHAPES = ("圆形", "三角形", "正方形", "长方形", "五角星", "心形")
-SIZES = {"大": (0.34, 0.42), "小": (0.14, 0.20)}  # radius as a share of the picture's side
+SIZES = {"大": (0.34, 0.42), "小": (0.14, 0.20)}  # radius as a share of the image's side
 PLACES = {
     "左上角": (0.27, 0.27),
     "右上角": (0.73, 0.27),
@@ -41,29 +41,29 @@ RELATIONS = {"左边": (-1, 0), "右边": (1, 0), "上面": (0, -1), "下面": (
 
 NUM_ROWS = 60_000
 SIDE = 128  # pixels
-_OVERSAMPLING = 4  # pixels are drawn so much finer and averaged, for smooth outlines
-_SHARES = (0.5, 0.125, 0.125, 0.25)  # of captions with: the shape alone, its size or place, a background, two shapes
+_OVERSAMPLING = 4  # drawn at this many times the side and averaged, for smooth outlines
+_SHARES = (0.5, 0.125, 0.125, 0.25)  # of captions with: only the shape, its size or place, a background, two shapes
 
 
 def _held_out() -> frozenset[tuple[str, str]]:
-    """Two colours of each shape, so that every colour and shape occurs in other combinations."""
+    """Two colours of each shape. Every colour and every shape also occurs in other combinations."""
     colours = list(COLOURS)
     return frozenset((colours[(2 * n + k) % len(colours)], shape) for n, shape in enumerate(SHAPES) for k in (0, 1))
 
 
 HELD_OUT = _held_out()
-"""Combinations of colour and shape that no training row has."""
+"""Combinations of colour and shape without training rows."""
 
 
 class Figure(NamedTuple):
-    """A shape in a picture; lengths are shares of the picture's side.
+    """A shape in an image; lengths are shares of the image's side.
 
     Attributes:
         colour, shape: keys of COLOURS, and one of SHAPES.
-        x, y: its centre.
-        radius: of the circle around it.
-        angle: by which it is turned, in radians.
-        fill: its shade of the colour, red, green and blue.
+        x, y: centre.
+        radius: radius of the circumscribed circle.
+        angle: rotation in radians.
+        fill: shade of the colour: red, green and blue.
     """
 
     colour: str
@@ -76,15 +76,14 @@ class Figure(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The words for it, such as 红色的圆形."""
+        """The words for the figure, such as 红色的圆形."""
         return f"{self.colour}的{self.shape}"
 
 
 class Shapes:
     """One row for each drawing: a shape, at times with its size, its place or a background, or two shapes.
 
-    Rows with a combination of HELD_OUT are in the validation split, where a judge of pictures can learn them, and in
-    the test split.
+    Rows with a combination of HELD_OUT are in the test split and in the validation split, where a judge can learn them.
     """
 
     name = "shapes"
@@ -95,11 +94,11 @@ class Shapes:
         del options
 
     def origin(self) -> list[Origin]:
-        """Returns this project, which draws them."""
+        """Returns this project as the origin: it draws the shapes."""
         return [Origin(package="m6-recipes", version=m6.__version__, licence="Apache-2.0")]
 
     def rows(self) -> Iterator[Row]:
-        """Yields the drawings; each depends on its number alone."""
+        """Yields the drawings. Each depends only on its number."""
         for number in range(NUM_ROWS):
             caption, background, figures = compose(np.random.default_rng(number))
             held_out: Split | None = None
@@ -109,10 +108,10 @@ class Shapes:
 
 
 def compose(rng: np.random.Generator) -> tuple[str, Rgb, list[Figure]]:
-    """Draws a caption at random, and what it leaves open.
+    """Samples a caption, and everything left open by it.
 
     Returns:
-        The caption, the colour of the background, and the figures, that in front last.
+        The caption, the colour of the background, and the figures from back to front.
     """
     kind = rng.choice(4, p=_SHARES)
     background = (255, 255, 255)
@@ -164,7 +163,7 @@ def _figure(
     shift: float,
     without: str | None = None,
 ) -> Figure:
-    """A figure of any colour but ``without``, whose centre is up to ``shift`` away from ``centre``."""
+    """A figure of any colour but ``without``. Its centre is ``centre``, moved by up to ``shift`` on each axis."""
     colour = str(rng.choice([colour for colour in COLOURS if colour != without]))
     shape = str(rng.choice(SHAPES))
     x, y = (float(value + rng.uniform(-shift, shift)) for value in centre)
@@ -173,7 +172,7 @@ def _figure(
 
 
 def outline(shape: str) -> list[tuple[float, float]]:
-    """The corners of one of SHAPES in the circle of radius 1 around (0, 0); y points down."""
+    """The corners of a shape of SHAPES in the circle of radius 1 around (0, 0); y points down."""
     if shape == "五角星":
         radii = [1.0, 0.42] * 5
         angles = [math.pi * n / 5 - math.pi / 2 for n in range(10)]

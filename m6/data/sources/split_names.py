@@ -1,4 +1,4 @@
-"""Which folders and files of the user's own data are splits, by their names."""
+"""Recognises splits by the names of folders and files of the user's own data."""
 
 import re
 import sys
@@ -8,36 +8,36 @@ from pathlib import PurePath
 from m6.data.manifest import SPLITS, Split
 from m6.data.sources.base import SourceOptions
 
-# The names that Hugging Face Datasets knows for splits.
+# The names of splits in Hugging Face Datasets.
 SPLIT_WORDS: dict[str, Split] = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-# A number of a shard may follow, as in train-0000 and train-00000-of-00002; the Hub once added a checksum to it.
+# A shard number may follow, as in train-0000 and train-00000-of-00002. Some Hub files add a checksum to it.
 _FORM = re.compile(rf"({'|'.join(SPLIT_WORDS)})([-_.]\d+([-_]of[-_]\d+(-[0-9a-f]+)?)?)?")
 
 
 def own_splits(options: SourceOptions, named: Iterable[Split | None]) -> frozenset[Split]:
-    """Returns the splits that a source defines: by its split column, or by the names of folders and files."""
+    """Returns the splits defined by a source: by its split column, or by the names of folders and files."""
     return frozenset(SPLITS if options.split_column is not None else filter(None, named))
 
 
 def split_meant(name: str) -> Split | None:
-    """Returns the split that a word of a name means, as in ``validation_matched``, which may also be chance."""
+    """Returns the split meant by a word of a name, as in ``validation_matched``. The word may be there by chance."""
     return next((SPLIT_WORDS[part] for part in re.split("[^a-z]+", name.lower()) if part in SPLIT_WORDS), None)
 
 
 def split_folders(source: str, files: Iterable[PurePath]) -> dict[str, Split]:
-    """Returns the splits of the folders at the top of a source, by their names.
+    """Returns the splits of the top folders of a source, by their names.
 
-    Empty unless all of them are named after splits: a class or a topic may be called ``train`` or ``dev`` as well. A
-    word in a longer name, as in ``train2017``, counts if every folder has one and some are for training. What is not
-    taken for a split is said on stderr, because held-out rows would become training rows.
+    Empty unless all top folders are named after splits: a class or a topic may also be called ``train`` or ``dev``. A
+    word in a longer name, as in ``train2017``, counts if every folder has one and some are for training. Ignored names
+    of splits are reported on stderr, because held-out rows might become training rows.
 
     Args:
         source: name of the source.
-        files: the files that are read, relative to the source.
+        files: the files of the source, relative to it.
     """
     folders = list(dict.fromkeys(file.parts[0] for file in files if len(file.parts) > 1))
     named = {folder: _split_of_name(folder) for folder in folders}
@@ -59,25 +59,25 @@ def split_folders(source: str, files: Iterable[PurePath]) -> dict[str, Split]:
 
 
 def split_of_file(file: PurePath, folders: Mapping[str, Split]) -> Split | None:
-    """Returns the split that a file is named after, or else that of its folder at the top.
+    """Returns the split in the name of a file, or else the split of its top folder.
 
     Args:
         file: relative to the source.
-        folders: what ``split_folders`` returned.
+        folders: result of ``split_folders``.
     """
     return _split_of_name(PurePath(file.name.lower().removesuffix(".gz")).stem) or split_of_folder(file, folders)
 
 
 def split_of_folder(file: PurePath, folders: Mapping[str, Split]) -> Split | None:
-    """Returns the split of the folder at the top that a file is in, as ``split_of_file`` does."""
+    """Returns the split of a file's top folder. ``folders`` is as in ``split_of_file``."""
     return folders.get(file.parts[0])
 
 
 def splits_of_files(source: str, files: Sequence[PurePath]) -> dict[PurePath, Split | None]:
-    """Returns the split of each file; what is not taken for one is said on stderr, as by ``split_folders``.
+    """Returns the split of each file. Ignored names of splits are reported on stderr, as by ``split_folders``.
 
-    A word in a longer name, as in ``data_train.csv``, counts if every file has one and some are for training: else it
-    may be chance, as in ``ab_test.csv``.
+    A word in a longer name, as in ``data_train.csv``, counts if every file has one and some are for training. Otherwise
+    the word may be chance, as in ``ab_test.csv``.
 
     Args:
         source: name of the source.
@@ -100,11 +100,12 @@ def splits_of_files(source: str, files: Sequence[PurePath]) -> dict[PurePath, Sp
 
 
 def splits_of_hub(source: str, names: Iterable[str]) -> dict[str, Split | None]:
-    """Returns the meaning of each split of a data set of the Hub; of one without a meaning a note is said on stderr.
+    """Returns the split meant by each split name of a Hub data set. Names without a meaning are noted on stderr.
 
     Args:
         source: name of the source.
-        names: of the splits. They are of splits alone, so a word of them, as in ``validation_matched``, is no chance.
+        names: names of the splits. Only splits have these names, so a word in them, as in ``validation_matched``, is
+            not chance.
     """
     splits = {name.strip(): split_meant(name) for name in names}
     for name, split in splits.items():

@@ -1,8 +1,8 @@
-"""Tables with a text column and optional pictures or labels: local files, saved data sets, and the Hub.
+"""Tables with a text column and optional images or labels: local files, saved data sets, and the Hub.
 
-Files are read here and not by Hugging Face Datasets, which streams the Hub: one bad line of JSONL costs one row, a cell
-of CSV is the text that it was written as, and no name inside of a file is followed out of its folder. No loading
-scripts are run, and pictures are not decoded.
+Hugging Face Datasets only streams the Hub. Local files are read here: one bad line of JSONL costs one row, a CSV cell
+keeps its text, and no path in a file is followed out of its folder. No loading scripts are run, and images are not
+decoded.
 """
 
 import functools
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
     import datasets
 
 
-# What Hugging Face Datasets lets through of damaged files: features that are not an object end in TypeError.
+# Exceptions of Hugging Face Datasets for damaged files, such as TypeError if the features are not an object.
 _READ_ERRORS = (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, StopIteration, RecursionError)
-_ROWS_FOR_COLUMNS = 1000  # JSONL has no schema: its columns are those of so many rows
+_ROWS_FOR_COLUMNS = 1000  # JSONL has no schema: its columns are collected from the first rows
 
 
 class LocalTable(LocalSource):
     """Parquet, JSONL or CSV files with a text column and an optional image column.
 
-    An image is bytes, Hugging Face's ``{"bytes", "path"}``, or a path relative to the file's folder. Files that are
-    named after splits, such as ``train.jsonl`` or ``data/test-00000.parquet``, or else whose folder at the top is, are
-    these splits.
+    An image is bytes, Hugging Face's ``{"bytes", "path"}``, or a path relative to the file's folder. A file named after
+    a split, such as ``train.jsonl`` or ``data/test-00000.parquet``, is this split; else its top folder may name the
+    split.
 
     Raises:
-        UserError: forms are mixed, a file cannot be read, all are empty, or a column is missing.
+        UserError: forms are mixed, a file cannot be read, all files are empty, or a column is missing.
     """
 
     FORMATS: ClassVar[tuple[str, ...]] = (".parquet", ".jsonl", ".csv")
@@ -94,7 +94,7 @@ class LocalTable(LocalSource):
 
     @functools.cached_property
     def picture_files(self) -> list[Path]:
-        """The files that the column of pictures names, of those that are read."""
+        """The readable files named in the image column."""
         return self._table.picture_files()
 
     def rows(self) -> Iterator[Row]:
@@ -103,16 +103,16 @@ class LocalTable(LocalSource):
 
 
 class SavedDataset(LocalSource):
-    """A folder that ``save_to_disk`` of Hugging Face Datasets wrote, with its splits.
+    """A data set with its splits, written by ``save_to_disk`` of Hugging Face Datasets.
 
     Raises:
-        UserError: the folder cannot be read, names files outside of it, or holds no rows; or a column is missing.
+        UserError: the folder cannot be read, names files outside itself, or holds no rows; or a column is missing.
     """
 
     def __init__(self, name: str, folder: Path, options: SourceOptions) -> None:
         named = arrow_files(folder)
         super().__init__(name, folder, sorted({file for files in named.values() for file in files}), options)
-        # These names are of splits alone, so a word of them, as in validation_matched, is no chance.
+        # Only splits have these names, so a word in them, as in validation_matched, is not chance.
         meant = {split: split_meant(split) for split in named}
         splits = set(meant.values())
         if len(splits) < len(named):
@@ -126,7 +126,7 @@ class SavedDataset(LocalSource):
 
     @property
     def files(self) -> list[Path]:
-        """The Arrow files that are read."""
+        """The Arrow files of all splits."""
         return self._paths
 
     def rows(self) -> Iterator[Row]:
@@ -135,13 +135,13 @@ class SavedDataset(LocalSource):
 
 
 class HubTable:
-    """A data set of the Hugging Face Hub, streamed at its current commit, which the manifest records.
+    """A data set of the Hugging Face Hub, streamed at its current commit. The manifest records the commit.
 
     Args:
         name: name in the manifest.
         dataset: name on the Hub.
-        split: split of the data set to read, or several that are joined by "+"; rows keep it if its name means one.
-            None: the split "train" is read, and divided as rows without a split are.
+        split: the split to read, or several joined by "+". Rows keep the split if its name is known. None: the split
+            "train" is read, and its rows count as rows without a split.
         options: columns, and the licence if the data set states none.
 
     Raises:
@@ -165,7 +165,7 @@ class HubTable:
         splits: dict[str, Split | None] = {"train": None}
         if split is not None:
             splits = splits_of_hub(name, split.split("+"))
-        # Pinned to the commit, so that the manifest names exactly what is read.
+        # Pinned to the commit recorded in the manifest.
         load = functools.partial(_load, f"hf:{dataset}", dataset, revision=info.sha)
         parts = [_streamed(name, meant, load(split=part)) for part, meant in splits.items()]
         self._table = _Table(name, parts, options)
@@ -189,7 +189,7 @@ def _load(name: str, path: str, **arguments: Any) -> "datasets.IterableDataset":
 
     try:
         data = datasets.load_dataset(path, streaming=True, **arguments)
-        # JSON of the Hub has no schema: the columns are found by reading the first rows.
+        # JSON files on the Hub have no schema: reading the first rows finds the columns.
         return data if data.features is not None else data._resolve_features()
     except (*_READ_ERRORS, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"{name} cannot be opened: {_first_line(error)}") from None
@@ -200,10 +200,10 @@ class _Part:
     """Rows of one split, in one folder.
 
     Attributes:
-        split: None: without a split of its own.
-        folder: folder that paths of pictures are relative to; None: only pictures inside of the table are read.
-        columns: names of its columns; empty if no row could be read.
-        entries: reads some columns of each row; a line that cannot be read is a row with a problem.
+        split: split of the rows; None: rows without a split.
+        folder: base folder of image paths; None: only images inside the table are read.
+        columns: names of the columns; empty if no row is readable.
+        entries: reads some columns of each row. An unreadable line becomes a row with a problem.
     """
 
     split: Split | None
@@ -236,7 +236,7 @@ def _columnar(name: str, split: Split | None, folder: Path | None, path: Path) -
 
 
 def _streamed(name: str, split: Split | None, table: "datasets.IterableDataset") -> _Part:
-    # Undecoded: a picture that cannot be decoded must cost one row, not end the stream, and may name a file here.
+    # Undecoded: a damaged image must cost one row instead of ending the stream, and decoding could open a local file.
     return _Part(split, None, list(table.features), functools.partial(_stream, name, table.decode(False)))
 
 
@@ -308,7 +308,7 @@ class _Table:
                 number += 1
 
     def picture_files(self) -> list[Path]:
-        """Returns the files that the column of pictures names, of those that are read."""
+        """Returns the readable files named in the image column."""
         found: set[Path] = set()
         for part in self._parts:
             if self._image_column in part.columns and part.folder is not None:

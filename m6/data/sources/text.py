@@ -19,7 +19,7 @@ def clean(text: str) -> str:
 
 
 def text_key(text: str) -> bytes:
-    """Returns a digest that equal texts share. Case and blanks do not count; digits and marks do: 3 点 is not 5 点."""
+    """Returns a digest of a text. Case and blanks do not count; digits and punctuation do: 3 点 is not 5 点."""
     return hashlib.sha256(" ".join(text.casefold().split()).encode("utf-8", "surrogatepass")).digest()
 
 
@@ -35,7 +35,7 @@ def passages(document: str, limit: int) -> Iterator[str]:
         if len(passage) + len(sentence.rstrip()) > limit:
             yield from _unless_only_marks(passage)
             passage = ""
-        # By positions: to shorten the text at each cut would copy it, which is quadratic in a text without sentences.
+        # Works on positions: shortening the text at each cut would copy it, quadratic for a text without sentence ends.
         begin, end = 0, len(sentence.rstrip())
         while end - begin > limit:
             last = max(sentence.rfind(mark, begin, begin + limit) for mark in "，,、：: ")

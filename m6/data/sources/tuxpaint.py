@@ -29,7 +29,7 @@ class TuxPaint:
 
     def rows(self) -> Iterator[Row]:
         """Yields the stamps in the order of the package."""
-        # The archive holds a stamp's text file right after its picture.
+        # The archive holds a stamp's text file right after its image.
         last: tuple[str, bytes] = ("", b"")
         for match, content in PACKAGE.members(self._cache, STAMPS):
             if match[2] != "txt":

@@ -1,4 +1,4 @@
-"""WebDataset tar files of the user's own pictures."""
+"""WebDataset tar files of the user's own images."""
 
 import itertools
 import tarfile
@@ -35,19 +35,19 @@ _TWO_MEMBERS = "two members of one name"
 class WebDataset(LocalSource):
     """WebDataset tar files. ``key.jpg`` and ``key.txt`` or ``key.json`` (with the text column) form one row.
 
-    The key is the name up to its first dot. A sample has one picture: with two, such as ``key.jpg`` and ``key.png``,
-    or two members of one name, it is a bad row. The caption is ``key.txt``, or else that of ``key.json``. Other
-    members, such as ``key.seg.png`` and ``key.pkl``, are counted and not read; in particular, nothing is unpickled. No
-    member is written to disk or followed: a row of a link, of a name outside of the archive, or of a very large file
-    has a problem. Questions, labels, splits and groups are those of ``key.json``.
-    A tar file, or else its folder, may also be named after its split, such as ``train-0000.tar``.
+    The key is the name up to its first dot. A sample has one image: a sample with two, such as ``key.jpg`` and
+    ``key.png``, or with two members of one name, is a bad row. The caption is in ``key.txt``, or else in ``key.json``.
+    Other members, such as ``key.seg.png`` and ``key.pkl``, are counted and not read; in particular, nothing is
+    unpickled. No member is written to disk and no link is followed: a link, a name outside of the archive, or a very
+    large file makes a bad row. Questions, labels, splits and groups come from ``key.json``. A tar file or its top
+    folder may also be named after its split, such as ``train-0000.tar``.
 
     Args:
         name: name in the manifest.
         folder: folder of the files; ids are relative to it.
         paths: the files.
         options: columns and licence.
-        splits: of the files; None: those that they or the folders at the top are named after.
+        splits: splits of the files; None: by the names of the files or the top folders.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class WebDataset(LocalSource):
         self.own_splits = own_splits(options, self._splits.values())
         self.columns = {role: column for role, column in options.columns().items() if role not in ("image", "context")}
         self.kind = picture_kind(options)
-        # With a column of questions no captions are read.
+        # With a question column no captions are read.
         self._read = PICTURE_SUFFIXES | {".json"} | (set() if options.question_column else {".txt"})
         self._must_check = False
 
     def rows(self) -> Iterator[Row]:
-        """Yields one row for each key. UserError for a damaged tar file or a column that the first .json lacks."""
+        """Yields one row for each key. UserError for a damaged tar file or a column missing in the first .json."""
         self._must_check = True
         for path in self._paths:
             try:
@@ -85,9 +85,9 @@ class WebDataset(LocalSource):
             )
 
     def rows_of(self, path: Path) -> Iterator[Row]:
-        """Yields the rows of one tar file. TarError or EOFError for a damaged one.
+        """Yields the rows of one tar file. TarError or EOFError if it is damaged.
 
-        By itself it allows .json members without the columns: a row without a caption, say, has an empty text.
+        Called directly, it accepts .json members without the columns: a row without a caption has an empty text.
         """
         name = f"{self.name}/{path.relative_to(self._folder).as_posix()}"
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
@@ -110,7 +110,7 @@ class WebDataset(LocalSource):
             named, problem = split_of_row(entry, self._options)
         unread = tuple(sample.unread.items())
         if problem is not None or sample.image is None:
-            # The picture stays, for those who need no caption.
+            # The image is kept, for callers without need of a caption.
             return Row(identity, None, image=sample.image, problem=problem or sample.why_no_image(), unread=unread)
         group, label = group_of_row(entry, self._options), label_of_row(entry, self._options)
         field = written(text, self._options)
@@ -124,7 +124,7 @@ class WebDataset(LocalSource):
         note_unread_columns(f"{self.name}: .json", entry, self.columns.values())
 
     def _text(self, sample: "_Sample", entry: dict[str, Any]) -> tuple[str, str | None]:
-        """The caption or question, and why it cannot be read; a text that another goes before is counted as unread."""
+        """The caption or question, and the reason if it is unreadable. A different text in .json counts as unread."""
         value = entry.get(self._options.written_column)
         try:
             caption = sample.parts.get(".txt", b"").decode("utf-8-sig")
@@ -138,13 +138,13 @@ class WebDataset(LocalSource):
 
 
 class _Sample:
-    """The members of a key: the contents of those that are read, and the names of the others.
+    """The members of a key: contents of the read members, and names of the others.
 
     Attributes:
         parts: contents by suffix.
-        image: contents of the picture.
-        unread: number of members that are not read, by their names after the key.
-        problem: why the sample cannot be used.
+        image: contents of the image.
+        unread: numbers of ignored members by the rest of the name after the key.
+        problem: why the sample is unusable, if so.
     """
 
     def __init__(self, tar: tarfile.TarFile, members: Iterable[tarfile.TarInfo], read: Collection[str]) -> None:
@@ -164,7 +164,7 @@ class _Sample:
                     self.image = content
                 self.parts[suffix] = content
         if self.problem in (_TWO_PICTURES, _TWO_MEMBERS):
-            self.image = None  # either might be meant
+            self.image = None  # either image might be meant
 
     def _repeated(self, suffix: str) -> str | None:
         if suffix in self.parts:
@@ -172,7 +172,7 @@ class _Sample:
         return _TWO_PICTURES if suffix in PICTURE_SUFFIXES and self.image is not None else None
 
     def why_no_image(self) -> str:
-        """Why there is no picture."""
+        """Why there is no image."""
         is_named_longer = any(PurePosixPath(name).suffix in PICTURE_SUFFIXES for name in self.unread)
         return "missing image (its pictures have longer names, as KEY.seg.png)" if is_named_longer else "missing image"
 
@@ -188,7 +188,7 @@ def _suffix(member: tarfile.TarInfo) -> str:
 
 
 def _is_hidden(member: tarfile.TarInfo) -> bool:
-    """Whether a member is no data, such as the ``._a.jpg`` that macOS writes before an ``a.jpg``."""
+    """Whether a member is hidden and holds no data, such as macOS's ``._a.jpg`` before an ``a.jpg``."""
     return member.name.rpartition("/")[2].startswith(".")
 
 
@@ -211,7 +211,7 @@ def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 def _check_end(file: BinaryIO, offset: int) -> None:
-    """Raises ReadError if the archive has no end marker at ``offset``, where reading stopped.
+    """Raises ReadError if the archive has no end marker at ``offset``, the end of reading.
 
     ``tarfile`` also stops, without an error, at a damaged header and at the end of a truncated file.
     """

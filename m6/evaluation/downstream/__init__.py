@@ -1,1 +1,1 @@
-"""Downstream tasks of fine-tuned models, each with a metric and baselines on the same rows."""
+"""Downstream tasks of fine-tuned models, with metrics, and baselines on the same rows."""

@@ -17,8 +17,8 @@ class Estimate:
 
     Attributes:
         value: the value on all test rows.
-        low, high: its bounds; None for a single row, and for what is computed and not measured.
-        is_share: whether it is a share of the rows, which is written in percent.
+        low, high: bounds of the interval; None for a single row, and for exact values.
+        is_share: whether the value is a share of the rows, printed in percent.
     """
 
     value: float
@@ -35,7 +35,7 @@ class Estimate:
 
 
 def share(hits: Sequence[bool] | NDArray[np.bool_]) -> Estimate:
-    """Returns the share of hits with Wilson's score interval (JASA 22, 1927), which is sound near 0 and 1 too."""
+    """Returns the share of hits with Wilson's score interval (JASA 22, 1927), accurate even near 0 and 1."""
     from scipy.stats import binomtest
 
     interval = binomtest(int(np.sum(hits)), len(hits)).proportion_ci(method="wilson")

@@ -3,8 +3,8 @@
 - Captions: BLEU and chrF.
 - Classification of texts and answers to questions: likelihoods of the labels; TF-IDF as a baseline.
 - The rest of a text: its likelihood, and the form of verse.
-- Image-text retrieval: recall of a caption's pictures and of a picture's captions.
-- Nearest training pictures by pixel distance, as a baseline.
+- Image-text retrieval: recall of a caption's images and of an image's captions.
+- Nearest training images by pixel distance, as a baseline.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def most_frequent(texts: Sequence[str]) -> str:
     return collections.Counter(texts).most_common(1)[0][0]
 
 
-# Candidates for C, the inverse regularisation of the logistic regression. The validation split selects one, so that
-# the baseline is as strong as possible.
+# Candidates for C, the inverse regularisation of the logistic regression. The validation split selects one, to make the
+# baseline strong.
 _STRENGTHS = (0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -77,16 +77,16 @@ def predict_by_likelihood(
     pictures: Sequence[np.ndarray] | None = None,
     contexts: Sequence[str | None] | None = None,
 ) -> list[str]:
-    """Returns for each text the label with the highest log p(label, <eos> | picture, text).
+    """Returns for each text the label with the highest log p(label, <eos> | image, text).
 
     Args:
         model: fine-tuned on the objective text_classification or visual_question_answering, in evaluation mode.
         processor: processor of the model.
         texts: N texts or questions.
         labels: the candidates.
-        max_tokens: length to which training cuts a text.
-        pictures: N pictures, uint8 [image_size, image_size, 3], or None.
-        contexts: what follows each text, as ``m6.objectives.text_classification.with_context`` says, or None.
+        max_tokens: longest text in training, in tokens; longer texts are cut.
+        pictures: N images, uint8 [image_size, image_size, 3], or None.
+        contexts: the context of each text, see ``m6.objectives.text_classification.with_context``, or None.
     """
     tokenizer = processor.tokenizer
     sources = [tokenizer.encode_ids(text, max_tokens) for text in texts]
@@ -134,13 +134,13 @@ def nats_by_model(model: M6ForConditionalGeneration, processor: M6Processor, exa
 def nats_by_ngrams(
     training: Sequence[Sequence[int]], examples: Sequence[Example], tokenizer: M6Tokenizer, vocab_size: int
 ) -> dict[str, np.ndarray]:
-    """Returns the same under n-gram models of whole texts, which read the first half before the rest.
+    """Returns -log p(rest, <eos> | first half) [N] in nats under n-gram models of whole texts.
 
     Args:
         training: token ids of the training texts.
         examples: N examples.
         tokenizer: gives the ids of ``<bos>`` and ``<eos>``.
-        vocab_size: that of the model, so that both choose among the same tokens.
+        vocab_size: vocabulary size of the model, so that losses are comparable.
     """
     begin, end = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
     counts = NGramCounts([[*begin, *ids, *end] for ids in training], max(ORDERS.values()), vocab_size)
@@ -155,7 +155,7 @@ def nats_by_ngrams(
 
 
 def line_length(text: str) -> int | None:
-    """Returns the length that all lines of a verse share, in characters; None if they differ or there is none.
+    """Returns the common length of all lines of a verse, in characters; None if lengths differ or there is no line.
 
     A heading 《title》author does not count.
     """
@@ -165,15 +165,15 @@ def line_length(text: str) -> int | None:
 
 
 SIDE = 16  # pixels; distances at a low resolution depend on layout and colour rather than on detail
-AT_ONCE = 4096  # training pictures that are compared with all queries together
+AT_ONCE = 4096  # training images compared with all queries at a time
 
 
 def nearest_pictures(queries: Sequence[bytes], training: Iterable[bytes]) -> NDArray[np.int64]:
-    """Returns for each query the index of the training picture with the least squared distance at SIDE x SIDE pixels.
+    """Returns for each query the index of the nearest training image, by squared distance at SIDE x SIDE pixels.
 
     Args:
-        queries: N picture files (PNG, JPEG or WebP).
-        training: at least one picture file; ``AT_ONCE`` of them are in memory.
+        queries: N image files (PNG, JPEG or WebP).
+        training: at least one image file; up to ``AT_ONCE`` are in memory.
 
     Returns:
         [N]; the first index if several are equally near.
@@ -193,7 +193,7 @@ def nearest_pictures(queries: Sequence[bytes], training: Iterable[bytes]) -> NDA
 
 
 def _pixels(pictures: Sequence[bytes]) -> NDArray[np.float64]:
-    # Centred at 0, which reduces cancellation in the difference above.
+    # Centred at 0, to reduce cancellation in the difference above.
     return np.stack([decode_picture(picture, SIDE).reshape(-1) for picture in pictures]) / 127.5 - 1
 
 
@@ -201,23 +201,27 @@ RANKS = (1, 5, 10)
 
 
 def found_at(scores: NDArray[np.float64], relevant: NDArray[np.bool_], k: int) -> NDArray[np.bool_]:
-    """Returns which queries have a relevant candidate among the k highest scores, bool [Q]; recall@k is their share.
+    """Returns for each query whether a relevant candidate is among the k highest scores, bool [Q].
+
+    Recall@k is the share of these queries.
 
     Args:
-        scores: [Q, C] for Q queries and C candidates. Ties are counted against the relevant candidates, so that
-            constant scores find nothing.
+        scores: [Q, C] for Q queries and C candidates. Ties count against the relevant candidates, so constant scores
+            find nothing.
         relevant: [Q, C], with at least one relevant candidate per row.
         k: at least 1.
     """
-    # Only the best relevant candidate decides whether one is among the first k.
+    # The best relevant candidate alone decides.
     best_relevant = np.where(relevant, scores, -np.inf).max(axis=1, keepdims=True)
     ahead = ((scores >= best_relevant) & ~relevant).sum(axis=1)
     return ahead < k
 
 
 def chance(relevant: NDArray[np.bool_], k: int) -> float:
-    """Returns the expected recall@k of a random order: the mean of 1 - C(n - r, k) / C(n, k) over the queries [Q, n],
-    r of whose n candidates are relevant."""
+    """Returns the expected recall@k of a random order.
+
+    It is the mean of 1 - C(n - r, k) / C(n, k) over the queries [Q, n], with r relevant ones among n candidates.
+    """
     n = relevant.shape[1]
     k = min(k, n)
     return float(np.mean([1 - math.comb(n - int(r), k) / math.comb(n, k) for r in relevant.sum(axis=1)]))
@@ -230,19 +234,19 @@ def match_pairs(
     captions: Sequence[str],
     max_tokens: int,
 ) -> NDArray[np.float64]:
-    """Returns log p(match) - log p(no match) of N pictures with their captions, [N].
+    """Returns log p(match) - log p(no match) of N images with their captions, [N].
 
     Args:
         model: fine-tuned on the objective image_text_matching, in evaluation mode.
         processor: processor of the model.
-        pictures: N pictures, uint8 [image_size, image_size, 3].
+        pictures: N images, uint8 [image_size, image_size, 3].
         captions: N texts.
-        max_tokens: length to which training cuts a text.
+        max_tokens: longest text in training, in tokens; longer texts are cut.
     """
     tokenizer = processor.tokenizer
     sources = [tokenizer.encode_ids(caption, max_tokens) for caption in captions]
     scores = label_log_likelihoods(model, processor, sources, (MATCH, NO_MATCH), pictures)
-    # The difference of the two answers cancels how likely the model finds any answer for a pair.
+    # The difference cancels the model's overall likelihood of any answer for a pair.
     return (scores[:, 0] - scores[:, 1]).numpy()
 
 
@@ -253,15 +257,15 @@ def match_by_model(
     captions: Sequence[str],
     max_tokens: int,
 ) -> NDArray[np.float64]:
-    """Returns what ``match_pairs`` says of every pair of N pictures and M captions, [N, M]."""
-    # One picture at a time: the examples of all pairs would not fit into memory.
+    """Returns the scores of ``match_pairs`` for every pair of N images and M captions, [N, M]."""
+    # One image at a time: the examples of all pairs would not fit into memory.
     return np.stack(
         [match_pairs(model, processor, [picture] * len(captions), captions, max_tokens) for picture in pictures]
     )
 
 
 def match_by_neighbour(neighbour_captions: Sequence[str], captions: Sequence[str]) -> NDArray[np.float64]:
-    """Returns the chrF similarity [N, M] of M captions to the captions of N pictures' nearest training pictures."""
+    """Returns the chrF similarity of M captions to N captions of nearest training images, [N, M]."""
     from sacrebleu.metrics import CHRF
 
     chrf = CHRF()

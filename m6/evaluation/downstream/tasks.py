@@ -1,7 +1,7 @@
 """``m6 downstream``: the tasks, and tables of a fine-tuned run's scores on the test split.
 
-Each task scores a model and its baselines on the same test rows. Rows of the training data are left out: a score on
-them would measure memory.
+Each task scores a model and its baselines on the same test rows. Test rows also in the training data are left out: a
+score on them would measure memory.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class HeldOut:
     """The rows to score.
 
     Attributes:
-        rows: test rows that training does not hold; all of them if it holds every one.
-        remark: for the report, what was left out; empty if nothing was.
+        rows: test rows without a counterpart in training; all test rows if training has a counterpart of every one.
+        remark: a note for the report on left-out rows; empty if there are none.
     """
 
     rows: list[dict[str, Any]]
@@ -53,13 +53,13 @@ class HeldOut:
 
 
 def held_out(rows: Rows, training: Rows) -> HeldOut:
-    """Leaves out test rows whose group, picture or, without a picture, text is in the training rows.
+    """Leaves out test rows with a group, an image or (in rows without an image) a text of the training rows.
 
-    ``m6.data.overlap`` compares them: also a resized or recompressed picture is found.
+    ``m6.data.overlap`` compares them and also finds resized or recompressed images.
     """
     own = _contents(rows)
     shared = own.shared_with(_contents(training))
-    # Pictures may have the captions of others: they are still unseen.
+    # An image is unseen even if its caption occurs in training.
     seen = shared["group"] | shared["picture"] | (shared["text"] & ~own.has_picture)
     left_out = int(seen.sum())
     if left_out == len(rows):
@@ -77,14 +77,14 @@ def _contents(rows: Rows) -> Contents:
     return contents
 
 
-CAPTION_TOKENS = 48  # that a model may write at least, and as many as the longest reference has
+CAPTION_TOKENS = 48  # least limit of a caption; raised to the longest reference
 THIS_MODEL = "this model"
-Scores = dict[str, dict[str, Estimate]]  # of each system, by metric
+Scores = dict[str, dict[str, Estimate]]  # by system and metric
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to evaluate, and the data that it is evaluated on."""
+    """A model to evaluate, and its evaluation data."""
 
     model: M6ForConditionalGeneration
     processor: M6Processor
@@ -93,19 +93,19 @@ class Subject:
     max_rows: int
 
     def rows(self, source: str, split: str = "test") -> Rows:
-        """Returns the rows of a split, read as they are asked for; of the test split ``max_rows`` in a random order."""
+        """Returns the rows of a split, read lazily; for the test split, ``max_rows`` rows in a random order."""
         data = open_split(self.manifest, source, split)
         if split != "test":
             return data
-        # The same rows for every model, so scores are comparable.
+        # A fixed key gives the same rows for every model, so scores are comparable.
         return [data[permuted(index, len(data), key=0)] for index in range(min(self.max_rows, len(data)))]
 
     def max_tokens(self, objective: str) -> int:
-        """Returns the length to which training cuts a text."""
+        """Returns the length of a text after the cut in training, in tokens."""
         return max_text_tokens(objective, self.config.m6.data.sequence_length, self.config.model.num_patches)
 
     def pictures(self, rows: Rows) -> list[np.ndarray]:
-        """Returns the rows' pictures, uint8 [image_size, image_size, 3] each."""
+        """Returns the rows' images, uint8 [image_size, image_size, 3] each."""
         return [decode_picture(row["image"], self.config.model.image_size) for row in rows]
 
 
@@ -114,7 +114,7 @@ class Task:
     """A downstream task.
 
     Attributes:
-        title: what its rows are called in the report, with their number as ``{}``.
+        title: heading in the report, with ``{}`` for the source and the number of rows.
         score: (model and data, source, test rows, training rows) -> scores.
     """
 
@@ -134,7 +134,8 @@ def _captioning(subject: Subject, source: str, rows: Rows, training: Rows) -> Sc
         "caption of the nearest training picture": _neighbour_captions(rows, training),
         "commonest training caption": [metrics.most_frequent([row["text"] for row in training])] * len(rows),
     }
-    # No system gains or loses by what a model cannot write, such as full-width digits.
+    # Characters outside the tokenizer's vocabulary, such as full-width digits, must not change the scores of any
+    # system.
     writable = subject.processor.tokenizer.writable
     references = [writable(row["text"]) for row in rows]
     return {name: _caption_scores([*map(writable, texts)], references) for name, texts in systems.items()}
@@ -179,7 +180,7 @@ def _label_scores(predicted: Sequence[str], labels: Sequence[str]) -> dict[str, 
 
 
 def _matching(subject: Subject, source: str, rows: Rows, training: Rows) -> Scores:
-    # A picture can have several captions, and a caption several pictures: all of their pairs are right.
+    # An image can have several captions, and a caption several images: all their pairs are correct.
     pairs = {(row["image"], row["text"]) for row in rows}
     rows = list({row["image"]: row for row in rows}.values())
     texts = sorted({text for _, text in pairs})
@@ -242,7 +243,7 @@ def _continuing(subject: Subject, source: str, rows: Rows, training: Rows) -> Sc
     def line_length(ids: Sequence[int]) -> int | None:
         return metrics.line_length(str(decode(ids)))
 
-    # A first half that is only the heading shows no form, so there is none to keep.
+    # A first half of only the heading has no lines, so there is no form to keep.
     verse = [e for e in examples if line_length([*e.source_ids, *e.target_ids]) and line_length(e.source_ids)]
     if verse:
         sources = [example.source_ids for example in verse]
@@ -287,9 +288,10 @@ TASKS: dict[str, Task] = {
 
 
 def write_downstream(run_dir: Path, out: Path, max_rows: int) -> Path:
-    """Evaluates every downstream task that a run was trained on; writes tables, and the same as JSON beside them.
+    """Evaluates every downstream task of a run; writes Markdown tables, and the same data as a JSON file next to them.
 
-    Test rows that training holds are left out, and counted below the table, as are those beyond ``max_rows``.
+    Test rows also in training are left out, and rows beyond ``max_rows`` are not read. A note below the table counts
+    both.
 
     Args:
         run_dir: a run with a complete checkpoint; its data folder must still exist.

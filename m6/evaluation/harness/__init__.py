@@ -1,1 +1,1 @@
-"""Evaluation with EleutherAI's lm-evaluation-harness: the model's adapter, and Chinese tasks on data folders."""
+"""Evaluation by EleutherAI's lm-evaluation-harness: an adapter of the model, and Chinese tasks on data folders."""

@@ -19,23 +19,23 @@ from m6.generation.captioning import continue_text
 from m6.runs.processes import default_device
 
 Request = tuple[tuple[str, str], list[int], list[int]]
-_NEW_TOKENS = 64  # of a continuation whose task sets no limit
+_NEW_TOKENS = 64  # of a continuation, if the task sets no limit
 _ARGUMENTS = ("pretrained", "batch_size", "device")
 
 
 @register_model("m6")
 class M6LM(TemplateLM):
-    """A run or an exported model as a language model: the source is empty, the target is context and continuation.
+    """A run or exported model as a language model: empty source; context and continuation are the target.
 
-    This is the objective ``language_modelling``. Probabilities are those of the whole vocabulary, image codes included.
+    This is the objective ``language_modelling``. Probabilities are over the whole vocabulary, image codes included.
 
     Args:
-        pretrained: folder of a run, or one that ``m6 export`` wrote.
+        pretrained: folder of a run, or a folder written by ``m6 export``.
         batch_size: rows of a forward pass.
         device: PyTorch's name of a device; None: a GPU if there is one.
 
     Raises:
-        UserError: the folder holds no model, or an argument is unknown or has no usable value.
+        UserError: the folder holds no model, or an argument is unknown or invalid.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class M6LM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The id of ``<bos>``, which begins every target."""
+        """The id of ``<bos>``, the first token of every target."""
         return self.model.config.bos_token_id
 
     @property
     def max_length(self) -> int:
-        """The most tokens of context and continuation that are scored together."""
+        """The most tokens of context and continuation together."""
         return self.model.config.max_position_embeddings
 
     @property
@@ -74,8 +74,9 @@ class M6LM(TemplateLM):
         return self.processor.tokenizer.encode_ids(string)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        # Apart, as generation sees a prompt. The harness would cut the ids of the joined text after as many as the
-        # context has, but SentencePiece may join characters over the border, which then leaves an answer no token.
+        # Encoded separately, as a prompt in generation. The harness would encode the joined text and cut the ids at the
+        # length of the context. But SentencePiece may merge characters across the border, so an answer may be left
+        # without a token.
         return self.tok_encode(context), self.tok_encode(continuation)
 
     @torch.no_grad()
@@ -85,14 +86,14 @@ class M6LM(TemplateLM):
         """Scores continuations.
 
         Args:
-            requests: (texts, ids of the context, ids of the continuation). A context is cut at its beginning to what
-                the model can read.
+            requests: (texts, ids of the context, ids of the continuation). A context is cut at its beginning to the
+                model's length.
 
         Returns:
-            For each the log-likelihood of the continuation in nats, and whether greedy decoding gives it.
+            For each request the log-likelihood of the continuation in nats, and whether greedy decoding produces it.
         """
         bos, pad = self.prefix_token_id, self.model.config.pad_token_id
-        # The last token is predicted only, so that <bos> takes its place among the inputs.
+        # The last token is only predicted, never an input. This leaves room for <bos>.
         rows = [
             ([token for token in context if token != bos] + continuation)[-self.max_length :]
             for _, context, continuation in requests
@@ -116,12 +117,12 @@ class M6LM(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Returns the log-likelihood of each text in nats, of long ones in windows that do not overlap."""
+        """Returns the log-likelihood of each text in nats. Long texts are cut into disjoint windows."""
         windows: list[Request] = []
         owners: list[int] = []
         for owner, request in enumerate(requests):
             (text,) = request.args
-            # One place is kept for <bos>, which also begins the later windows.
+            # One position is for <bos>, the first token of every window.
             pairs = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 1, 1)
             for context, continuation in map(make_disjoint_window, pairs):
                 windows.append((("", text), context, continuation))
@@ -132,7 +133,7 @@ class M6LM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continues texts up to the first of the strings ``until``; contexts are cut at their beginning."""
+        """Continues texts up to the first of the strings ``until``. Long contexts are cut at their beginning."""
         return [self._continue(*request.args) for request in tqdm(requests, disable=disable_tqdm or None, desc="texts")]
 
     def _continue(self, context: str, options: dict[str, Any]) -> str:
@@ -144,7 +145,7 @@ class M6LM(TemplateLM):
         tokenizer = self.processor.tokenizer
         room = self.max_length - new_tokens
         prompt = str(tokenizer.decode(self.tok_encode(context)[-room:]))
-        # A character cut between its bytes is decoded to replacement characters, which take more tokens than the rest.
+        # A character cut between its byte tokens is decoded to replacement characters. These take more tokens.
         while len(self.tok_encode(prompt)) > room:
             prompt = prompt[1:]
         [text] = continue_text(self.model, self.processor, [prompt], max_new_tokens=new_tokens, **chosen)
@@ -157,5 +158,5 @@ def _usable_device(name: str | None) -> torch.device:
         return default_device()
     try:
         return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # the latter is of a PyTorch that was built without CUDA
+    except (RuntimeError, AssertionError) as error:  # AssertionError: PyTorch was built without CUDA
         raise UserError(f'device "{name}": PyTorch cannot use it: {error}') from None

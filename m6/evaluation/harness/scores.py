@@ -22,12 +22,12 @@ _FOLDER = Path(__file__).parent / "tasks"
 def write_scores(
     folder: Path, data: Path | None, tasks: Sequence[str], out: Path, batch_size: int, max_rows: int | None
 ) -> str:
-    """Scores a model, and writes the numbers as JSON.
+    """Scores a model and writes the scores as JSON.
 
     Args:
-        folder: a run, or one that ``m6 export`` wrote.
+        folder: folder of a run, or a folder written by ``m6 export``.
         data: the data folder of ``OWN_TASKS``.
-        tasks: names of ``OWN_TASKS`` or of the harness's own tasks, whose data come from the Hub.
+        tasks: names of ``OWN_TASKS`` or of the harness's own tasks (with data from the Hub).
         out: the JSON file.
         batch_size: rows of a forward pass.
         max_rows: most rows of each task; None: all.
@@ -41,7 +41,7 @@ def write_scores(
     own = [name for name in tasks if name in OWN_TASKS]
     if own and data is None:
         raise UserError(f'{own[0]} needs --data, a folder made by "m6 data build reviews inews"')
-    for name in tasks:  # the harness would first read its own hundreds of tasks, which takes long
+    for name in tasks:  # checked first: reading the harness's hundreds of tasks takes long
         if name.startswith("m6_") and name not in OWN_TASKS:
             raise UserError(f"{name}: no such task{nearest(name, OWN_TASKS)}")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -56,7 +56,7 @@ def write_scores(
         results = lm_eval.simple_evaluate(
             model=model, tasks=list(tasks), task_manager=manager, limit=max_rows, log_samples=False
         )
-    except OSError as error:  # no network, no such data set, or one that needs an account
+    except OSError as error:  # no network, no such data set, or no account for it
         raise UserError(f"{', '.join(tasks)}: the data cannot be read: {' '.join(str(error).split())}") from None
     assert results is not None, "only other ranks get none"
     document = {
@@ -77,7 +77,7 @@ def write_scores(
 
 
 def _scores(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of one task, such as ``acc`` and ``acc_stderr``; the harness writes the names as ``acc,none``."""
+    """The numbers of one task, such as ``acc`` and ``acc_stderr``; the harness calls them ``acc,none`` and so on."""
     for key, value in values.items():
         metric, comma, filtered = key.partition(",")
         if comma and isinstance(value, int | float):

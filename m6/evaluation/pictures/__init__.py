@@ -1,1 +1,1 @@
-"""Evaluation of generated pictures without downloaded networks: a judge, FID and KID, and a search for copies."""
+"""Evaluation of generated images without downloaded networks: a judge, FID and KID, and a search for copies."""

@@ -1,4 +1,4 @@
-"""How many pictures the judge finds: among all captions, among five, and word for word."""
+"""Accuracy of the judge on images: among all captions, among five captions, and by word."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _JOINT = "的"  # between the words of a caption such as 红色的圆形
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Accuracy of the judge: the share of correctly classified pictures per caption, averaged over the captions.
+    """Accuracy of the judge: the share of correctly classified images of a caption, averaged over the captions.
 
     Attributes:
-        captions, pictures: how many were judged.
-        top_1, top_5: share of the pictures whose caption is the judge's best guess, or one of its best five.
-        of_five: share of the pictures whose caption the judge prefers to four random other ones.
-        words: of captions that are composed of two words such as 红色的圆形, the shares of the pictures for which the
-            first word of the best guess is right, and the second; None if there are no such captions.
+        captions, pictures: numbers of judged captions and images.
+        top_1, top_5: share of images with the correct caption as the judge's best guess, or among its best five.
+        of_five: share of images with the correct caption ranked above four random other captions.
+        words: for captions of two words such as 红色的圆形, the shares of images with a correct first and second word
+            in the best guess; None if there are no such captions.
     """
 
     captions: int
@@ -37,13 +37,13 @@ class Accuracy:
 
 
 def accuracy(judge: Judge, pictures: CaptionedPictures, scores: Tensor, captions: set[str]) -> Accuracy | None:
-    """Returns the judge's accuracy on the pictures with one of ``captions``; None if there are none.
+    """Returns the judge's accuracy on the images with one of ``captions``; None if there are none.
 
     Args:
-        judge: whose classes the columns of ``scores`` are.
-        pictures: n pictures.
+        judge: the judge; its classes are the columns of ``scores``.
+        pictures: n images.
         scores: [n, classes] logits.
-        captions: of the pictures that count.
+        captions: captions of the images to count.
     """
     index = {caption: number for number, caption in enumerate(judge.captions)}
     composed = _composed(judge.captions)
@@ -77,7 +77,7 @@ def _mean(hits: Mapping[str, Sequence[tuple[bool, ...]]]) -> list[float]:
 
 
 def _composed(captions: list[str]) -> dict[str, tuple[str, str]]:
-    """The captions of two words that both occur in other captions of two words, too."""
+    """The captions of two words, if both words also occur in other captions of two words."""
     parts = {caption: tuple(caption.split(_JOINT)) for caption in captions}
     pairs = {caption: (part[0], part[1]) for caption, part in parts.items() if len(part) == 2 and all(part)}
     firsts = collections.Counter(first for first, _ in pairs.values())

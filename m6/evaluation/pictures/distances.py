@@ -1,4 +1,4 @@
-"""FID and KID between two sets of pictures, on the judge's features or on Inception's."""
+"""FID and KID between two sets of images, on features of the judge or of Inception."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Distances:
 
 
 class _PrecomputedFeatures(nn.Module):
-    """Identity in place of the feature network of torchmetrics, because the features are computed before."""
+    """Identity in place of torchmetrics' feature network: the features are precomputed."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ def distances_of_features(found: Tensor, expected: Tensor, seed: int = 0) -> Dis
     """Computes FID and KID between two sets of features.
 
     Args:
-        found: features of the generated pictures, ``[n, F]`` with n at least 2.
-        expected: features of the real pictures, ``[m, F]`` with m at least 2.
+        found: features of the generated images, ``[n, F]`` with n at least 2.
+        expected: features of the real images, ``[m, F]`` with m at least 2.
         seed: seed of KID's random subsets.
     """
     from torchmetrics.image.fid import FrechetInceptionDistance
@@ -56,25 +56,25 @@ def distances_of_features(found: Tensor, expected: Tensor, seed: int = 0) -> Dis
     for metric in (fid, kid):
         metric.update(expected, real=True)
         metric.update(found, real=False)
-    with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
+    with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         torch.manual_seed(seed)
         mean, deviation = kid.compute()
     return Distances(fid.compute().item(), mean.item(), deviation.item())
 
 
 def open_inception(weights: Path) -> nn.Module:
-    """Opens Inception-v3 in the version of the authors of FID, which gives 2,048 features.
+    """Opens Inception-v3 in the version of FID's authors, with 2,048 features.
 
     Args:
-        weights: file ``weights-inception-2015-12-05-6726825d.pth`` of torch-fidelity, which the user provides.
+        weights: file ``weights-inception-2015-12-05-6726825d.pth`` of torch-fidelity, provided by the user.
 
     Raises:
-        UserError: torch-fidelity is not installed, or the file is not these weights.
+        UserError: torch-fidelity is not installed, or the file does not contain these weights.
     """
     from torchmetrics.image.fid import NoTrainInceptionV3
 
     try:
-        # torch-fidelity unpickles the file without weights_only, which could run code: check it first.
+        # torch-fidelity unpickles the file without weights_only. This could run code, so the file is checked first.
         torch.load(weights, map_location="cpu", weights_only=True)
         return NoTrainInceptionV3("inception-v3-compat", ["2048"], str(weights))
     except ModuleNotFoundError:
@@ -84,7 +84,7 @@ def open_inception(weights: Path) -> nn.Module:
 
 
 def distances_by_inception(found: CaptionedPictures, expected: CaptionedPictures, network: nn.Module) -> Distances:
-    """Computes FID and KID of generated pictures to real ones on the features of ``open_inception``."""
+    """Computes FID and KID of generated images to real ones on the features of ``open_inception``."""
     return distances_of_features(_apply(network, found), _apply(network, expected))
 
 

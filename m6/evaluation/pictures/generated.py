@@ -1,4 +1,4 @@
-"""Reads a folder of generated pictures, in the format of ``m6.generation.grid``."""
+"""Reads a folder of generated images, in the format of ``m6.generation.grid``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from m6.generation.grid import CAPTIONS_NAME
 
 @dataclass(frozen=True)
 class CaptionedPictures:
-    """Pictures uint8 ``[n, H, H, 3]`` and their n captions."""
+    """Images uint8 ``[n, H, H, 3]`` and their n captions."""
 
     pixels: np.ndarray
     captions: list[str]
@@ -26,23 +26,23 @@ class CaptionedPictures:
         return len(self.captions)
 
     def where(self, mask: list[bool]) -> CaptionedPictures:
-        """Returns the pictures where ``mask`` is True, in order."""
+        """Returns the images where ``mask`` is True, in order."""
         captions = [caption for caption, keep in zip(self.captions, mask, strict=True) if keep]
         return CaptionedPictures(self.pixels[np.array(mask, dtype=bool)], captions)
 
 
 def load_generated(folder: Path, image_size: int) -> tuple[CaptionedPictures, dict[str, str]]:
-    """Loads the pictures of a folder.
+    """Loads the images of a folder.
 
     Args:
-        folder: folder with pictures and ``captions.jsonl``.
-        image_size: side in pixels to which pictures are resized.
+        folder: folder with images and ``captions.jsonl``.
+        image_size: side of the resized images in pixels.
 
     Returns:
-        The pictures, and the reason for each file that cannot be used.
+        The images, and the reason for each unusable file.
 
     Raises:
-        UserError: ``captions.jsonl`` is missing, a line has no ``file`` or ``caption``, or no picture can be used.
+        UserError: ``captions.jsonl`` is missing, a line has no ``file`` or ``caption``, or no image is usable.
     """
     manifest = folder / CAPTIONS_NAME
     if not manifest.is_file():
@@ -61,7 +61,7 @@ def load_generated(folder: Path, image_size: int) -> tuple[CaptionedPictures, di
             ) from None
         files.append(str(file))
         captions.append(str(caption))
-    # Another program may have written the list: its names must not lead out of the folder.
+    # The list may come from another program: its names must not lead out of the folder.
     paths = [folder / file if unreadable_reason(folder, folder / file) is None else None for file in files]
     contents = [path.read_bytes() if path is not None else None for path in paths]
     pixels, good, bad = decode_batch(contents, image_size)

@@ -1,4 +1,4 @@
-"""The judge: a small convolutional classifier of pictures by caption, trained on real pictures only."""
+"""The judge: a small convolutional classifier of images by caption, trained on real images only."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from m6.files import atomic_path, write_json
 from m6.formatting import log_line
 from m6.validation import Section, validate
 
-_FORMAT = 2  # of a stored judge; 1: pictures in proportion to the data, not to the captions
+_FORMAT = 2  # of a stored judge; in format 1, training images were in proportion to the data, not to the captions
 _BATCH_SIZE = 256
-_LOG_STEPS = 100  # between lines, where stderr is no terminal
+_LOG_STEPS = 100  # between log lines, if stderr is not a terminal
 _SETTINGS_FILE, _WEIGHTS_FILE = "judge.json", "judge.safetensors"
 _LABEL_SMOOTHING = 0.1
-_MAX_SHIFT = 4  # pixels by which training pictures are shifted, at most
+_MAX_SHIFT = 4  # largest random shift of training images in pixels
 
 
 class JudgeSettings(Section):
@@ -62,23 +62,23 @@ class Judge(nn.Module):
         self.head = nn.Linear(width, len(captions))
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Maps pictures ``[B, 3, H, H]`` in [0, 1] to features ``[B, num_features]``."""
+        """Maps images ``[B, 3, H, H]`` in [0, 1] to features ``[B, num_features]``."""
         return self.trunk(2 * pixels - 1).mean(dim=(2, 3))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Maps pictures ``[B, 3, H, H]`` in [0, 1] to logits ``[B, len(captions)]``."""
+        """Maps images ``[B, 3, H, H]`` in [0, 1] to logits ``[B, len(captions)]``."""
         return self.head(self.features(pixels))
 
     @torch.no_grad()
     def apply_to(self, pictures: CaptionedPictures, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns features ``[n, num_features]`` and logits ``[n, len(captions)]`` of n pictures, on the CPU."""
+        """Returns features ``[n, num_features]`` and logits ``[n, len(captions)]`` of n images, on the CPU."""
         self.eval()
         features = [
             self.features(to_unit_range(pictures.pixels[first : first + _BATCH_SIZE], device)).cpu()
             for first in range(0, len(pictures), _BATCH_SIZE)
         ]
         stacked = torch.cat(features) if features else torch.empty(0, self.num_features)
-        # The head runs on the CPU, on the features that are returned: both results agree exactly.
+        # The head runs on the CPU on the returned features, so both results agree exactly.
         return stacked, F.linear(stacked, self.head.weight.cpu(), self.head.bias.cpu())
 
 
@@ -88,14 +88,14 @@ def load_or_train_judge(
     """Loads the judge from ``folder``, or trains one and saves it there.
 
     Args:
-        pictures: real pictures to train on.
+        pictures: real images to train on.
         settings: network and training.
         folder: folder of the judge; None: train one and do not save it.
         device: device of the judge.
 
     Raises:
-        UserError: the stored judge was trained with other settings, on other pictures or by an older version, or is
-            damaged.
+        UserError: the stored judge was trained with other settings, on other images or by an older version, or its
+            files are damaged.
     """
     fingerprint = _fingerprint(pictures)
     if folder is not None and (folder / _SETTINGS_FILE).is_file():
@@ -116,14 +116,14 @@ def load_or_train_judge(
 
 
 def train_judge(pictures: CaptionedPictures, settings: JudgeSettings, device: torch.device) -> Judge:
-    """Trains a judge on real pictures, of each caption equally many, with random shifts and contrast."""
+    """Trains a judge on real images, balanced over captions, with random shifts and contrast."""
     captions = sorted(set(pictures.captions))
     index = {caption: number for number, caption in enumerate(captions)}
     torch.manual_seed(settings.seed)
     judge = Judge(settings, captions).to(device).train()
     optimizer = torch.optim.AdamW(judge.parameters(), weight_decay=0.05)
     labels = torch.tensor([index[caption] for caption in pictures.captions])
-    # Each caption counts the same: else those with thousands of pictures would leave those with four unlearned.
+    # Captions are balanced: otherwise captions with thousands of images would crowd out captions with four.
     rows = [torch.nonzero(labels == number).flatten() for number in range(len(captions))]
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, settings.total_steps)
     order = torch.empty(0, dtype=torch.int64)
@@ -145,7 +145,7 @@ def train_judge(pictures: CaptionedPictures, settings: JudgeSettings, device: to
 
 
 def _augment(pixels: Tensor) -> Tensor:
-    """Shifts all pictures of a batch by the same few pixels, and scales the contrast of each."""
+    """Shifts all images of a batch by the same few pixels, and scales the contrast of each."""
     down, right = torch.randint(-_MAX_SHIFT, _MAX_SHIFT + 1, (2,)).tolist()
     contrast = 0.8 + 0.4 * torch.rand(len(pixels), 1, 1, 1, device=pixels.device)
     padded = F.pad(pixels, [_MAX_SHIFT] * 4, mode="replicate").roll((down, right), dims=(2, 3))

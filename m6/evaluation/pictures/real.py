@@ -1,4 +1,4 @@
-"""Real pictures for the evaluation: training set and test set of the judge, and the generator's training set."""
+"""Real images for the evaluation: training set and test set of the judge, and the generator's training set."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from m6.data.reader import open_split
 from m6.errors import UserError
 from m6.evaluation.pictures.generated import CaptionedPictures
 
-MIN_PICTURES = 2  # per caption; from a single one the judge would learn the drawing, not the concept
+MIN_PICTURES = 2  # of a caption; from a single image the judge would learn the drawing, not the concept
 
 
 @dataclass(frozen=True)
 class RealPictures:
-    """Three sets of real pictures.
+    """Three sets of real images.
 
     Attributes:
         judged: training set of the judge: the training and validation splits without the held-out style, restricted to
-            captions with at least MIN_PICTURES pictures. Validation adds captions that the generator was not trained
-            on.
+            captions with at least MIN_PICTURES images. Validation adds captions without training images for the
+            generator.
         held_out: test set of the judge, with captions of ``judged``: the test split, and the held-out style of the
-            other splits. A generator may have been trained on that style.
-        training: training split of the sources, which a generator may have copied.
+            other splits. The generator may have been trained on this style.
+        training: training split of the sources, to search for copies.
     """
 
     judged: CaptionedPictures
@@ -47,18 +47,18 @@ def load_real(
     image_size: int,
     among: Set[str] | None = None,
 ) -> RealPictures:
-    """Reads the pictures of the sources. Pictures that cannot be decoded are left out.
+    """Reads the images of the sources. Undecodable images are left out.
 
     Args:
         manifest: manifest of the data folder.
-        sources: names of the sources; None for all with pictures and captions.
-        held_out_style: style that is kept out of ``judged``: the last part of a row's id, such as ``twemoji`` in
+        sources: names of the sources; None for all with images and captions.
+        held_out_style: a style to keep out of ``judged``: the last part of a row's id, such as ``twemoji`` in
             ``emoji/1f407/twemoji``. None: no style is held out.
-        image_size: side in pixels to which pictures are decoded.
-        among: the captions that the judge tells apart; None: all.
+        image_size: side of a decoded image in pixels.
+        among: captions allowed as classes of the judge; None: all.
 
     Raises:
-        UserError: a source is unknown or has no pictures, no row has the style, or a set is empty.
+        UserError: a source is unknown or has no images, no row has the style, or a set is empty.
     """
     rows: dict[str, list[tuple[str, str, np.ndarray]]] = {"train": [], "validation": [], "test": []}
     for source in picture_sources(manifest, sources):

@@ -1,4 +1,4 @@
-"""``m6 evaluate-pictures``: compares generated pictures with real ones."""
+"""``m6 evaluate-pictures``: compares generated images with real ones."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from m6.formatting import markdown_table
 
 @dataclass(frozen=True)
 class Group:
-    """Accuracy on the generated pictures of some captions, and on real held-out pictures of the same captions.
+    """Accuracy on the generated images of some captions, and on real held-out images of the same captions.
 
-    ``real`` is None if there are no such held-out pictures.
+    ``real`` is None if there are no such held-out images.
     """
 
     generated: Accuracy
@@ -32,19 +32,19 @@ class Group:
 
     @property
     def ratio(self) -> float | None:
-        """Accuracy on generated pictures divided by the accuracy on real ones; None if that is unknown or 0."""
+        """Accuracy on generated images divided by the accuracy on real ones; None if the latter is unknown or 0."""
         return self.generated.top_1 / self.real.top_1 if self.real is not None and self.real.top_1 > 0 else None
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Similarity of pictures to their nearest training pictures.
+    """Similarity of images to their nearest training images.
 
     Attributes:
-        pictures: number of pictures.
-        median_psnr_db: median PSNR to the nearest training picture in dB.
-        copies: share of pictures with a PSNR of at least COPY_PSNR_DB.
-        same_caption: share of pictures that have the caption of their nearest training picture.
+        pictures: number of images.
+        median_psnr_db: median PSNR to the nearest training image in dB.
+        copies: share of images with a PSNR of at least COPY_PSNR_DB.
+        same_caption: share of images with the caption of their nearest training image.
     """
 
     pictures: int
@@ -55,14 +55,14 @@ class Copies:
 
 @dataclass(frozen=True)
 class PictureReport:
-    """All measures.
+    """All measures of a set of generated images.
 
     Attributes:
-        groups: accuracies on captions that are in the training split (SEEN), and on others (UNSEEN).
-        unjudged: number of generated pictures whose captions the judge does not know.
-        skipped: files that could not be used, with the reason.
+        groups: accuracies on captions of the training split (SEEN), and on other captions (UNSEEN).
+        unjudged: number of generated images with captions unknown to the judge.
+        skipped: unusable files, with the reason.
         distances: FID and KID by set and features.
-        nearest: similarity to training pictures by set.
+        nearest: similarity to training images by set.
     """
 
     groups: dict[str, Group]
@@ -83,7 +83,7 @@ SEEN, UNSEEN = "seen in training", "not seen in training"
 
 
 def judged_part(generated: CaptionedPictures, known: Sequence[str]) -> CaptionedPictures:
-    """The generated pictures of the captions that a judge knows; UserError if there are none."""
+    """The generated images with captions known to a judge; UserError if there are none."""
     names = set(known)
     judged = generated.where([caption in names for caption in generated.captions])
     if not len(judged):
@@ -102,13 +102,13 @@ def evaluate_pictures(
     device: torch.device,
     inception: nn.Module | None = None,
 ) -> PictureReport:
-    """Measures generated pictures.
+    """Measures generated images.
 
     Args:
-        generated: pictures of the judge's image_size.
-        skipped: files that could not be used, with the reason.
-        real: the real pictures; the judge was trained on ``real.judged``.
-        judge: on ``device``.
+        generated: images of the judge's image_size.
+        skipped: unusable files, with the reason.
+        real: the real images; the judge was trained on ``real.judged``.
+        judge: the judge, on ``device``.
         device: device of the judge.
         inception: if given, FID and KID are also computed on its features.
 
@@ -116,7 +116,7 @@ def evaluate_pictures(
         UserError: see ``judged_part``.
     """
     judged = judged_part(generated, judge.captions)
-    # Generated and real pictures are compared on the same captions only.
+    # Generated and real images are compared on the same captions only.
     judged_captions = set(judged.captions)
     held_out = real.held_out.where([caption in judged_captions for caption in real.held_out.captions])
     sample = real.judged.where([caption in judged_captions for caption in real.judged.captions])
@@ -130,7 +130,7 @@ def evaluate_pictures(
         if on_generated is not None:
             groups[name] = Group(on_generated, accuracy(judge, held_out, held_out_scores, captions))
     sets = {"generated": (judged, features), "real held-out": (held_out, held_out_features)}
-    sets = {name: one for name, one in sets.items() if min(len(one[0]), len(sample)) > 1}  # a variance needs two
+    sets = {name: one for name, one in sets.items() if min(len(one[0]), len(sample)) > 1}  # a variance needs 2
     distances = {
         f"{name}, judge's features": distances_of_features(f, sample_features) for name, (_, f) in sets.items()
     }
@@ -140,13 +140,13 @@ def evaluate_pictures(
         }
     nearest = {"generated": copies(generated, real.training)}
     if len(held_out):
-        # Against real.judged, not real.training: that contains the held-out style, so pictures would find themselves.
+        # Against real.judged: real.training contains the held-out style, so held-out images would find themselves.
         nearest["real held-out"] = copies(held_out, real.judged)
     return PictureReport(groups, len(generated) - len(judged), skipped, distances, nearest)
 
 
 def copies(pictures: CaptionedPictures, among: CaptionedPictures) -> Copies:
-    """Measures the similarity of pictures to the nearest pictures of ``among``."""
+    """Measures the similarity of images to the nearest images of ``among``."""
     nearest = find_nearest(pictures, among)
     same = [among.captions[place] == caption for place, caption in zip(nearest.place, pictures.captions, strict=True)]
     return Copies(len(pictures), float(np.median(nearest.psnr_db)), nearest.copies, float(np.mean(same)))

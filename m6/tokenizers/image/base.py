@@ -18,15 +18,15 @@ CONFIG_FILE = "config.json"
 
 
 class ImageTokenizer(nn.Module, ABC):
-    """Encodes square pictures to a fixed number of codes, and decodes codes to pictures.
+    """Encodes square images to a fixed number of codes, and decodes codes to images.
 
     Attributes:
         weights_file: name of the file with the weights.
-        image_size: side of a picture in pixels.
+        image_size: side of an image in pixels.
         codebook_size: codes are in ``[0, codebook_size)``.
-        codes_per_place: k: the codes of a place follow each other, one of each of k codebooks. That of codebook b is in
-            ``[b * codebook_size / k, (b + 1) * codebook_size / k)``.
-        num_codes: N, the number of codes of a picture: a square grid of places, row by row.
+        codes_per_place: k: a grid position has k consecutive codes, one of each of k codebooks. The code of codebook b
+            is in ``[b * codebook_size / k, (b + 1) * codebook_size / k)``.
+        num_codes: N, the number of codes of an image: a square grid of positions, row by row.
     """
 
     weights_file: str
@@ -37,11 +37,11 @@ class ImageTokenizer(nn.Module, ABC):
 
     @abstractmethod
     def encode(self, pixels: Tensor) -> Tensor:
-        """Encodes pictures ``[B, 3, image_size, image_size]`` with values in [0, 1] to int64 codes ``[B, N]``."""
+        """Encodes images ``[B, 3, image_size, image_size]`` with values in [0, 1] to int64 codes ``[B, N]``."""
 
     @abstractmethod
     def decode(self, codes: Tensor) -> Tensor:
-        """Decodes codes ``[B, N]`` to pictures ``[B, 3, image_size, image_size]`` with values in [0, 1]."""
+        """Decodes codes ``[B, N]`` to images ``[B, 3, image_size, image_size]`` with values in [0, 1]."""
 
     @abstractmethod
     def config_document(self) -> dict[str, Any]:
@@ -52,9 +52,9 @@ class ImageTokenizer(nn.Module, ABC):
 
     @property
     def checksum(self) -> str:
-        """SHA-256 of configuration and weights in hexadecimal. It identifies the tokenizer that made some codes."""
+        """SHA-256 of configuration and weights in hexadecimal. It identifies the tokenizer of stored codes."""
         digest = hashlib.sha256(json.dumps(self.config_document(), sort_keys=True).encode())
-        # Names, types and shapes are hashed too: equal bytes with other shapes are another tokenizer.
+        # Names, types and shapes are hashed too: equal bytes with other shapes make another tokenizer.
         for name, tensor in sorted(self._weights().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

@@ -13,9 +13,9 @@ from m6.tokenizers.image.base import ImageTokenizer
 
 
 class DiffusersImageTokenizer(ImageTokenizer):
-    """A ``VQModel`` of diffusers. The side of its pictures is the model's ``sample_size``.
+    """A ``VQModel`` of diffusers. ``image_size`` is the model's ``sample_size``.
 
-    diffusers is optional, so it is imported only in ``from_pretrained``.
+    diffusers is an optional dependency, imported only in ``from_pretrained``.
 
     Args:
         model: the ``VQModel``.
@@ -50,14 +50,14 @@ class DiffusersImageTokenizer(ImageTokenizer):
         """See ``ImageTokenizer.decode``."""
         self._check_codes(codes)
         shape = (len(codes), self.grid_size, self.grid_size, self.model.quantize.vq_embed_dim)
-        # force_not_quantize: the latents are code vectors already.
+        # force_not_quantize: the latents are already vectors of the codebook.
         latents = self.model.quantize.get_codebook_entry(codes.flatten(), shape)
         return ((self.model.decode(latents, force_not_quantize=True).sample + 1) / 2).clamp(0, 1)
 
     def config_document(self) -> dict[str, Any]:
         """Returns the model's configuration in the format of diffusers."""
         document: dict[str, Any] = {"_class_name": "VQModel"}
-        # Names with an underscore hold the path and the version of diffusers, which must not change the checksum.
+        # Names with an underscore are left out: path and version of diffusers must not change the checksum.
         return document | {name: value for name, value in self.model.config.items() if not name.startswith("_")}
 
     def _weights(self) -> dict[str, Tensor]:

@@ -23,13 +23,13 @@ def load_image_tokenizer(path_or_name: str | Path) -> ImageTokenizer:
 
     file = Path(path_or_name, CONFIG_FILE)
     if not file.is_file():
-        # Only OWNER/NAME that is not a local path is looked up on the Hub.
+        # Only a name OWNER/NAME without a local path is looked up on the Hub.
         if Path(path_or_name).exists() or str(path_or_name).count("/") != 1:
             raise UserError(
                 f'{path_or_name} holds no image tokenizer ({CONFIG_FILE} is missing); train one with "m6 '
                 'train-image-tokenizer", or give the name of a VQModel of the Hub, OWNER/NAME'
             )
-        if (parent := Path(path_or_name).parent).is_dir():  # such as runs/, rather than an owner on the Hub
+        if (parent := Path(path_or_name).parent).is_dir():  # a local folder such as runs/, not an owner on the Hub
             others = [folder.name for folder in parent.iterdir() if (folder / CONFIG_FILE).is_file()]
             hint = nearest(Path(path_or_name).name, others) if others else f"; {parent} holds no image tokenizer"
             raise UserError(f"{path_or_name}: no such folder{hint}")

@@ -20,9 +20,9 @@ from m6.validation import validate
 
 
 class Reconstruction(NamedTuple):
-    """Result of a training pass: pictures ``[B, 3, H, H]`` (unclamped), codes ``[B, N]``, and the commitment loss.
+    """Result of a training pass: images ``[B, 3, H, H]`` (unclamped), codes ``[B, N]``, and the commitment loss.
 
-    Pixels are not clamped to [0, 1], because clamping would stop their gradients.
+    Pixels are not clamped to [0, 1]: clamping would stop their gradients.
     """
 
     pixels: Tensor
@@ -31,7 +31,7 @@ class Reconstruction(NamedTuple):
 
 
 class M6ImageTokenizer(ImageTokenizer):
-    """A VQ autoencoder whose codebook is a moving average of the features (arXiv 1711.00937, appendix A.1)."""
+    """A VQ autoencoder with a codebook of moving averages of the features (arXiv 1711.00937, appendix A.1)."""
 
     weights_file = "model.safetensors"
 
@@ -61,7 +61,7 @@ class M6ImageTokenizer(ImageTokenizer):
         """Encodes, quantises and decodes. In training mode this also updates the codebook."""
         self._check_pixels(pixels)
         features = self.encoder(2 * pixels - 1).float()
-        # In 16 bits a moving average would not move, and near codes would be equal.
+        # In 16 bits small updates of the moving average would round to nothing, and near codes would be equal.
         with torch.autocast(pixels.device.type, enabled=False):
             quantized, codes, commitment_loss = self.quantizer(features)
         reconstruction = (self.decoder(quantized).float() + 1) / 2

@@ -10,7 +10,7 @@ from m6.architecture.image_tokenizer import ImageTokenizerConfig
 class PositionNorm(nn.LayerNorm):
     """Layer norm over the channels of each position.
 
-    Unlike group norm it exchanges no information between positions, so a code depends only on its own patch.
+    Unlike group norm, it mixes no information between positions, so a code depends only on its own patch.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class ResBlock(nn.Module):
 
 
 class Encoder(nn.Sequential):
-    """Maps pictures ``[B, 3, image_size, image_size]`` to features ``[B, feature_dim, grid_size, grid_size]``.
+    """Maps images ``[B, 3, image_size, image_size]`` to features ``[B, feature_dim, grid_size, grid_size]``.
 
     All convolutions have kernel size 1, so a feature depends only on its own patch.
     """
@@ -52,7 +52,7 @@ class Encoder(nn.Sequential):
 
 
 class Decoder(nn.Sequential):
-    """Maps features ``[B, feature_dim, grid_size, grid_size]`` to pictures ``[B, 3, image_size, image_size]``."""
+    """Maps features ``[B, feature_dim, grid_size, grid_size]`` to images ``[B, 3, image_size, image_size]``."""
 
     def __init__(self, config: ImageTokenizerConfig) -> None:
         finest = config.channels[0]

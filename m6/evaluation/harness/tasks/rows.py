@@ -1,4 +1,4 @@
-"""The rows of the tasks. lm-evaluation-harness loads this file by its path and passes the metadata of the run."""
+"""The rows of the tasks. lm-evaluation-harness loads this file by path and passes the metadata of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from m6.errors import UserError
 
 
 def reviews(data: str, **_: Any) -> dict[str, datasets.Dataset]:
-    """The test split of the source ``reviews``: ``text``, and ``answer``, which is 好评 or 差评."""
+    """The test split of the source ``reviews``: ``text``, and ``answer`` (好评 or 差评)."""
     return {"test": _test_split(data, "reviews", ["text", "answer"])}
 
 
