@@ -248,6 +248,9 @@ class CheckpointReader:
                 stored = Range(**{**entry, "shape": tuple(entry["shape"])})
                 self._ranges.setdefault((stored.name, stored.kind), []).append(stored)
                 self.shapes[stored.name, stored.kind] = stored.shape
+            for name in {*self.files, *(stored.file for stored in self.ranges())}:
+                if Path(name).name != name:  # a checkpoint of somebody else must not make a reader open other files
+                    raise UserError(f"{folder / MANIFEST}: corrupt: {name!r} is no file in its folder")
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{folder / MANIFEST}: corrupt: {type(error).__name__}: {error}") from None
         for stored_ranges in self._ranges.values():

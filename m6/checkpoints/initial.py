@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from m6.checkpoints.format import CheckpointReader, WeightReader, no_sign, open_
 from m6.checkpoints.fragment import WEIGHT
 from m6.checkpoints.loading import INDEX, WEIGHTS, as_plain_model, newest_complete_checkpoint
 from m6.errors import StorageError, UserError
-from m6.files import reading
+from m6.files import parse_object, reading
 from m6.runs.directory import RunDirectory
 from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
 
@@ -63,7 +62,7 @@ class ExportedWeights(WeightReader):
             self.shapes = {(name, WEIGHT): tuple(self._slice(name).get_shape()) for name in self._files}
         except StorageError:
             raise
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise UserError(f"{folder}: not a complete exported model: {error}") from None
 
     def names(self, kind: str) -> list[str]:
@@ -90,7 +89,11 @@ def _files_of_tensors(folder: Path) -> dict[str, str]:
     """The file of each tensor of an exported model, by the tensor's name."""
     if (folder / INDEX).is_file():
         with reading(folder / INDEX):
-            return json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            files: dict[str, str] = parse_object((folder / INDEX).read_bytes())["weight_map"]
+        for file in files.values():
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise ValueError(f"{INDEX} names {file!r}, which is no file in it")
+        return files
     with open_weights(folder / WEIGHTS) as file:
         return dict.fromkeys(file.keys(), WEIGHTS)
 

@@ -71,11 +71,18 @@ class PictureFilterSettings(Section):
     )
 
 
+def _has_secret(source: str) -> bool:
+    """Whether a URL names who reads it. A user alone is no secret but on web servers, whose tokens stand there."""
+    protocol, _, rest = source.partition("://")
+    user, at, _ = rest.partition("/")[0].rpartition("@")
+    return bool(at) and (":" in user or protocol in ("http", "https"))
+
+
 class InputSettings(Section):
     """One input of the corpus.
 
     Raises:
-        ValueError: the source is a file, a folder, a URL or a data set of the Hub, and has no name.
+        ValueError: the source is a file, a folder, a URL or a data set of the Hub, and has no name. A URL holds a password.
     """
 
     source: str = Field(
@@ -94,6 +101,11 @@ class InputSettings(Section):
     def _check(self) -> InputSettings:
         if self.name is None and self.source not in BUILT_IN:
             raise ValueError('name is missing: what shall the manifest call this input? For example "web"')
+        if _has_secret(self.source):
+            raise ValueError(
+                "source has a user's name or password in its address, which the manifest would publish; give it to "
+                "fsspec by its configuration or environment"
+            )
         return self
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from m6.architecture.sharing import Sharing
 from m6.config.run import RunConfig, load_config
 from m6.errors import UserError
-from m6.files import write_json
+from m6.files import parse_object, write_json
 from m6.formatting import format_bytes, format_mib, markdown_table
 from m6.model.counting import num_parameters
 from m6.planning.cost.batch_shape import BatchShape, full_row
@@ -219,8 +218,8 @@ def read_outcome(run: Path, profile: Profile | None = None) -> Outcome:
         UserError: a file is missing, unreadable or without steps.
     """
     try:
-        plan = json.loads((run / _FILE).read_text(encoding="utf-8"))
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        plan = parse_object((run / _FILE).read_bytes())
+        lines = [parse_object(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     except FileNotFoundError as error:
         raise UserError(f"{error.filename}: no such file; `m6 pretrain` writes it") from None
     except ValueError as error:
@@ -264,11 +263,18 @@ def _predict_again(run: Path, plan: dict[str, Any], profile: Profile) -> dict[st
 
 
 def outcome_line(run: Path) -> str:
-    """Measurement and prediction in one line, for the end of a run; empty without a prediction."""
-    if not (run / _FILE).exists():
+    """Measurement and prediction in one line, for the end of a run; empty where they cannot be read or compared.
+
+    A run that is finished must not fail here: its metrics may have been removed, or its prediction be damaged.
+    """
+    try:
+        plan, found = parse_object((run / _FILE).read_bytes()), read_outcome(run)
+        return _outcome_line(plan, found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
         return ""
-    plan = json.loads((run / _FILE).read_text(encoding="utf-8"))
-    found = read_outcome(run)
+
+
+def _outcome_line(plan: dict[str, Any], found: Outcome) -> str:
     calibrated = plan.get("calibrated", False)
     seconds = f" (plan {sum(plan['seconds'].values()):.3g})" if _predicts_seconds(calibrated) else ""
     predicted = f"at most {format_gb(found.predicted_bytes)}"

@@ -29,6 +29,7 @@ from m6.data.manifest import MANIFEST_NAME
 from m6.errors import StorageError, UserError
 from m6.files import sha256, write_text
 from m6.runs.processes import Runtime, on_main_rank
+from moe.kernels.compiled import load_kernel
 
 _PACKAGES = (
     "torch", "deepspeed", "transformers", "tokenizers", "safetensors", "sentencepiece", "numpy", "pyarrow", "pillow",
@@ -36,12 +37,13 @@ _PACKAGES = (
 )  # fmt: skip
 # These variables choose numbers, kernels or collectives. Others may differ, such as names of network cards.
 _VARIABLES = (
-    "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "DNNL_MAX_CPU_ISA", "DS_ACCELERATOR", "HF_HUB_OFFLINE",
-    "MKL_CBWR", "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_COLLNET_ENABLE", "NCCL_CROSS_NIC",
-    "NCCL_IB_DISABLE", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NET", "NCCL_NTHREADS", "NCCL_NVLS_ENABLE",
-    "NCCL_P2P_DISABLE", "NCCL_PROTO", "NCCL_SHM_DISABLE", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
-    "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED", "PYTHONOPTIMIZE",
-    "PYTORCH_CUDA_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "DISABLE_ADDMM_CUDA_LT", "DNNL_MAX_CPU_ISA", "DS_ACCELERATOR",
+    "HF_HUB_OFFLINE", "M6_RECIPES_EXPERTS", "MKL_CBWR", "MKL_DYNAMIC", "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS",
+    "NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_COLLNET_ENABLE", "NCCL_CROSS_NIC", "NCCL_IB_DISABLE", "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS", "NCCL_NET", "NCCL_NTHREADS", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_PROTO",
+    "NCCL_SHM_DISABLE", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_NCCL_BLOCKING_WAIT", "WORLD_SIZE",
 )  # fmt: skip
 _SOURCES = ("m6", "moe", "offload", "native")
@@ -136,6 +138,7 @@ def _facts(config: RunConfig, restart: bool) -> dict[str, str]:
     facts |= {f"environment variable {name}": os.environ.get(name, _ABSENT) for name in _VARIABLES}
     facts |= {f"version of {name}": version for name, version in _versions()}
     facts |= _code()
+    facts |= _arithmetic(config)
     facts["--restart"] = str(restart).lower()
     manifests = [data.path / MANIFEST_NAME, *sorted(data.path.glob(f"{CODES_FOLDER}/*/{MANIFEST_NAME}"))]
     facts |= {f"checksum of m6.data.path {file}": _checksum(file) for file in manifests}
@@ -146,6 +149,21 @@ def _facts(config: RunConfig, restart: bool) -> dict[str, str]:
         # Of a run, the newest checkpoint: its manifest has the checksums of the weights.
         newest = sorted(init.glob("checkpoints/step_*/manifest.json"))[-1:]
         facts |= {f"checksum of m6.init {file}": _checksum(file) for file in (*sorted(init.glob("*.json")), *newest)}
+    return facts
+
+
+def _arithmetic(config: RunConfig) -> dict[str, str]:
+    """What decides how a rank rounds: equal bits whatever rank computes a sample need equal processors and kernels."""
+    if config.m6.training.deterministic is None:
+        return {}
+    if torch.cuda.is_available():
+        return {"GPU": torch.cuda.get_device_name()}
+    facts = {
+        "instructions of the processor": torch.backends.cpu.get_cpu_capability(),
+        "threads of PyTorch": str(torch.get_num_threads()),
+    }
+    if config.m6.moe is not None:  # each machine has measured for itself
+        facts["products of experts"] = "compiled" if load_kernel() else "pytorch"
     return facts
 
 

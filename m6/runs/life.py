@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import platform
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +24,9 @@ from m6.runs.processes import Runtime
 _BEAT_S, _SILENT_S = 4.0, 14.0
 # How long a process that was killed may take to end.
 _DYING_S, _POLL_S = 3.0, 0.1
+# How long a rank that was not told of a loss goes on after it: most get an error within that time, and name the rank.
+_UNTOLD_S = 20.0
+_NUMBERS = itertools.count()
 # How many of the reasons that ranks left are read.
 _REASONS = 16
 # What errors of gloo, NCCL and the store of the process group speak of.
@@ -34,16 +39,21 @@ class LifeSigns:
     Ranks of one machine see each other's processes. Of a rank elsewhere they see a number in the store of the process
     group, which it counts up. A rank that ends with an error leaves its reason there.
 
+    No error of a connection reaches a rank that waits in the store, as all do while groups are made: it would stand
+    there until the time-out. So a thread looks for ranks that are gone, and ends such a process with their names.
+
     Every rank makes this object.
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self._over = runtime, threading.Event()
+        self._runtime, self._over, self._leaving = runtime, threading.Event(), threading.Event()
         self._alone = runtime.world_size == 1
         if self._alone:
             return
-        # A connection of its own: another thread's waiting would keep the beats back.
-        self._store: dist.Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        # A connection of its own: another thread's waiting would keep the beats back. And a name of its own: a process
+        # may train several runs after another, of which one may have ended with an error.
+        connection = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._store: dist.Store = dist.PrefixStore(f"m6_signs_{next(_NUMBERS)}", connection)
         self._beat(0)
         processes: list[tuple[str, int, str | None]] = [("", 0, None)] * runtime.world_size
         own = (_machine(), os.getpid(), _start_of(os.getpid()))
@@ -51,7 +61,7 @@ class LifeSigns:
         self._seen = {
             rank: (process, begun)
             for rank, (machine, process, begun) in enumerate(processes)
-            if rank != runtime.rank and machine == own[0] and begun is not None and _start_of(process) == begun
+            if rank != runtime.rank and machine == own[0] and _is_seen(process, begun)
         }
         self._unseen = [rank for rank in range(runtime.world_size) if rank not in {runtime.rank, *self._seen}]
         threading.Thread(target=self._go_on, name="life signs", daemon=True).start()
@@ -67,6 +77,7 @@ class LifeSigns:
             yield
         except RuntimeError as error:
             of_connection = any(sign in str(error).lower() for sign in _OF_CONNECTIONS)
+            self._leaving.set()
             lost = self._lost() if of_connection and not isinstance(error, torch.OutOfMemoryError) else {}
             self._leave(str(error), list(lost))
             if not lost:
@@ -77,21 +88,38 @@ class LifeSigns:
             raise
 
     def close(self) -> None:
-        """Ends the signs."""
+        """Ends the signs, and says that this rank needs no other any more."""
         self._over.set()
+        if not self._alone:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"m6_over/{self._runtime.rank}", "")
 
     def _go_on(self) -> None:
-        number = 0
+        number, found_at = 0, None
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it the run
             while not self._over.wait(_BEAT_S):
                 number += 1
                 self._beat(number)
+                if not (gone := self._gone()) or self._leaving.is_set():
+                    found_at = None
+                elif found_at is None:
+                    found_at = time.monotonic()
+                elif time.monotonic() > found_at + _UNTOLD_S:
+                    self._end_untold(gone)
+
+    def _end_untold(self, gone: dict[int, str]) -> None:
+        """Ends this process, whose main thread may wait for ever in a library."""
+        message = "; ".join(map(self._in_words, gone, gone.values()))
+        self._leave(message, list(gone))
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(2)
 
     def _beat(self, number: int) -> None:
         self._store.set(f"m6_beat/{self._runtime.rank}", str(number))
 
     def _leave(self, reason: str, lost: list[int]) -> None:
         """Tells why this rank ends; ``lost`` are the ranks without which it cannot go on."""
+        self._leaving.set()
         if not self._alone:
             with contextlib.suppress(RuntimeError):
                 number = self._store.add("m6_left", 1)
@@ -104,15 +132,25 @@ class LifeSigns:
         beats = self._beats()
         silent_at = time.monotonic() + (_SILENT_S if self._unseen else _DYING_S)
         while time.monotonic() < silent_at:
-            left = self._reasons()
-            gone = {rank for rank in self._seen if self._ended(rank)} | left.keys()
-            # Whoever left because of another rank was not lost itself.
-            named = {other for _, lost in left.values() for other in lost if other != self._runtime.rank}
-            if found := (gone - {rank for rank, (_, lost) in left.items() if lost}) | named:
-                return {rank: left[rank][0] if rank in left else "" for rank in sorted(found)}
+            if gone := self._gone():
+                return gone
             time.sleep(_POLL_S)
         later = self._beats()
         return {rank: "" for rank in self._unseen if later.get(rank) == beats.get(rank)}
+
+    def _gone(self) -> dict[int, str]:
+        """The ranks of which is certain that they ended before their work did, each with its reason if it left one."""
+        left = self._reasons()
+        gone = {rank for rank in self._seen if self._ended(rank) and not self._is_over(rank)} | left.keys()
+        # Whoever left because of another rank was not lost itself.
+        named = {other for _, lost in left.values() for other in lost if other != self._runtime.rank}
+        found = (gone - {rank for rank, (_, lost) in left.items() if lost}) | named
+        return {rank: left[rank][0] if rank in left else "" for rank in sorted(found)}
+
+    def _is_over(self, rank: int) -> bool:
+        with contextlib.suppress(RuntimeError):
+            return bool(self._store.check([f"m6_over/{rank}"]))
+        return False
 
     def _beats(self) -> dict[int, bytes]:
         """What ranks elsewhere have counted; of all but rank 0, if the store went with that."""
@@ -135,7 +173,10 @@ class LifeSigns:
 
     def _ended(self, rank: int) -> bool:
         process, begun = self._seen[rank]
-        return _start_of(process) != begun
+        try:
+            return _start_of(process) != begun
+        except OSError:  # such as too many open files: nobody knows
+            return False
 
     def _in_words(self, rank: int, reason: str) -> str:
         return f"{self._runtime.name_of(rank)} was lost" + (f": {reason}" if reason else "; its own log may say why")
@@ -149,10 +190,22 @@ def _machine() -> str:
     return platform.node()
 
 
-def _start_of(process: int) -> str | None:
-    """The time at which a process of this machine began; None if it has ended, or cannot be seen."""
+def _is_seen(process: int, begun: str | None) -> bool:
+    """Whether this process sees another one, which began at that time."""
     with contextlib.suppress(OSError):
+        return begun is not None and _start_of(process) == begun
+    return False
+
+
+def _start_of(process: int) -> str | None:
+    """The time at which a process of this machine began; None if it has ended.
+
+    Raises:
+        OSError: it cannot be seen.
+    """
+    try:
         state, *fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        # Field 22 of proc(5); a zombie has ended, and its parent has not noticed yet.
-        return None if state in "ZX" else fields[18]
-    return None
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # Field 22 of proc(5); a zombie has ended, and its parent has not noticed yet.
+    return None if state in "ZX" else fields[18]

@@ -6,13 +6,12 @@ the same steps repeats is in the data, in the program or in a device that stays 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import NoReturn
 
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.errors import RetryableError, UserError
-from m6.files import write_json
+from m6.files import parse_object, write_json
 from m6.runs.directory import FAULT, RunDirectory
 from m6.runs.processes import on_main_rank
 
@@ -71,7 +70,7 @@ def end(fault: Fault, run: RunDirectory, may_restart: bool) -> NoReturn:
 def _read(run: RunDirectory) -> dict[str, int] | None:
     """The fault before; None if there was none, or its record is damaged."""
     try:
-        entry = json.loads((run.root / FAULT).read_text(encoding="utf-8"))
+        entry = parse_object((run.root / FAULT).read_bytes())
         return {name: int(entry[name]) for name in ("begins_at", "last_step")}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

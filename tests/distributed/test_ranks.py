@@ -73,6 +73,10 @@ def differ(root: Path) -> None:
             (),
             mock.patch.dict(os.environ, NCCL_ALGO="Tree"),
         ),
+        "environment variable M6_RECIPES_EXPERTS is pytorch instead of absent": (
+            (),
+            mock.patch.dict(os.environ, M6_RECIPES_EXPERTS="pytorch"),
+        ),
         "version of m6-recipes is 9.9 instead of 0.1.0": ((), mock.patch("m6.__version__", "9.9")),
         "version of numpy is 0.1 instead of ": ((), mock.patch("numpy.__version__", "0.1")),
         "checksum of the code m6/__init__.py is other __init__.py instead of ": (
@@ -93,6 +97,14 @@ def differ(root: Path) -> None:
         assert str(error.value).startswith(f"ranks differ from {runtime.name_of(0)}; {runtime.name_of(1)}: {words}")
     attestation._code.cache_clear()
     attestation.attest(load_config(root / "tiny.json"), runtime)
+    any_world = load_config(root / "tiny.json", ("m6.training.deterministic=any_world",))
+    attestation.attest(any_world, runtime)
+    chosen = attestation.load_kernel()
+    with (
+        mock.patch.object(attestation, "load_kernel", return_value=(chosen is None) == (rank == 1)),
+        pytest.raises(UserError, match=r"products of experts is (compiled instead of pytorch|pytorch instead of comp)"),
+    ):
+        attestation.attest(any_world, runtime)
 
 
 def test_ranks_that_differ_end_with_the_rank_the_node_and_the_key(tmp_path: Path):
@@ -244,28 +256,32 @@ LOST = {
     "killed on this node": ("", "rank 1 on {node} was lost; its own log may say why"),
     "killed elsewhere": ("elsewhere", "rank 1 on n1 was lost; its own log may say why"),
     "failed": ("elsewhere", "rank 1 on n1 was lost: KeyError: 'no such thing'"),
+    # While groups are made, where rank 0 waits in the store: no connection tells it of the loss.
+    "killed in loading": ("", "rank 1 on {node} was lost; its own log may say why"),
+    "failed in loading": ("elsewhere", "rank 1 on n1 was lost: KeyError: 'no such thing'"),
 }
 
 
 def lose(root: Path, how: str) -> None:
     """Rank 1 ends in the middle of a run; rank 0 does as the command does, and its code is that of its process."""
     from m6.runs import life
+    from m6.training.loop import Trainer
     from m6.training.train_step import TrainStep
 
-    life._BEAT_S, life._SILENT_S = 0.1, 2.0
-    rank, count = int(os.environ["RANK"]), TrainStep._count
+    life._BEAT_S, life._SILENT_S, life._UNTOLD_S = 0.1, 2.0, 5.0
+    owner, name = (Trainer, "_build_engine") if how.endswith("loading") else (TrainStep, "_count")
+    work = getattr(owner, name)
 
-    def ends(step: TrainStep, micro_batches: Any) -> Any:
-        found = count(step, micro_batches)
-        if rank == 1 and not how.startswith("killed"):
+    def ends(*arguments: Any) -> Any:
+        if os.environ["RANK"] == "1" and not how.startswith("killed"):
             raise KeyError("no such thing")
-        if rank == 1:
+        if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        return found
+        return work(*arguments)
 
     arguments = ["pretrain", str(root / "tiny.json"), "--run-dir", str(root / "run")]
     names = {} if LOST[how][0] else {"SLURMD_NODENAME": platform.node()}
-    with mock.patch.object(TrainStep, "_count", ends):
+    with mock.patch.object(owner, name, ends):
         sys.exit(command(root / "said", *arguments, **names))
 
 

@@ -21,6 +21,7 @@ from m6.runs.directory import RunDirectory
 from m6.runs.layouts import measured_steps, read_layouts
 from m6.runs.provenance import read_attempts
 from m6.runs.trackers import _wandb_id
+from m6.training import faults
 from tests.fixtures.command import m6
 from tests.fixtures.fabricated_run import change_state, training_entry, write_metrics, write_run_and_data
 from tests.fuzz.examples import long_and_short, search
@@ -53,6 +54,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "last_checkpoint": "step_00000100\n",
         "wandb_id": "0123456789abcdef\n",
         "sources.json": (folder / "data" / "manifest.json").read_text(encoding="utf-8"),
+        "fault.json": '{"first_step": 60, "last_step": 61, "begins_at": 50, "reason": "x"}\n',
         "initial.json": '{"name": "before", "steps": 3}\n',
         "bad_rows_rank_00000.txt": "step 3: a row\n",
         "slurm/job": "7\n",
@@ -155,6 +157,7 @@ def readers(run: Path, whole: Path) -> list[Callable[[], object]]:
         lambda: measured_steps(run, read_layouts(run)),
         lambda: read_baselines(run),
         lambda: _wandb_id(directory),
+        lambda: faults._read(directory),
         lambda: directory.read_metrics(),
         lambda: directory.cut_metrics_after(60),
         lambda: directory.read_metrics(skip_damaged=True),

@@ -48,6 +48,7 @@ _OTHERS = (
     (0, b"%!PS", "PostScript"),
     (0, b"v/1\x01", "OpenEXR"),
     (0, b"qoif", "QOI"),
+    *((0, b"P%d\n" % number, "PNM") for number in range(1, 8)),
 )
 # Pillow's messages for valid files of unsupported kinds.
 _NOT_READ = re.compile(r"unsupported|not supported|unknown|not available|cannot handle|precision", re.IGNORECASE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 from m6.data.pictures import decode_batch
 from m6.data.sources.local import unreadable_reason
 from m6.errors import UserError
-from m6.files import read_lines
+from m6.files import parse_object, read_lines
 from m6.generation.grid import CAPTIONS_NAME
 
 
@@ -53,7 +52,7 @@ def load_generated(folder: Path, image_size: int) -> tuple[CaptionedPictures, di
         if not line:
             continue
         try:
-            entry = json.loads(line)
+            entry = parse_object(line)
             file, caption = entry["file"], entry["caption"]
         except (ValueError, TypeError, KeyError):
             raise UserError(

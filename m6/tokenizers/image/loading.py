@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from m6.errors import UserError, nearest
+from m6.files import parse_object
 from m6.tokenizers.image.base import CONFIG_FILE, ImageTokenizer
 from m6.tokenizers.image.modeling import M6ImageTokenizer
 
@@ -35,10 +35,10 @@ def load_image_tokenizer(path_or_name: str | Path) -> ImageTokenizer:
             raise UserError(f"{path_or_name}: no such folder{hint}")
         return DiffusersImageTokenizer.from_pretrained(str(path_or_name))
     try:
-        document = json.loads(file.read_bytes())
+        document = parse_object(file.read_bytes())
     except ValueError as error:
         raise UserError(f"{file}: not readable as JSON: {error}") from None
-    kind = document.get("model_type") or document.get("_class_name") if isinstance(document, dict) else None
+    kind = document.get("model_type") or document.get("_class_name")
     if kind == "m6_image_tokenizer":
         return M6ImageTokenizer.from_pretrained(path_or_name)
     if kind == "VQModel":

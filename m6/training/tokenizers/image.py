@@ -30,7 +30,7 @@ from m6.data.pictures import BadPictures, PictureSet, TrainingBatches, to_unit_r
 from m6.data.workers import check_number, prepared, usable_cores
 from m6.errors import UserError
 from m6.evaluation.reconstruction import Measures, measure
-from m6.files import cut_lines_after, write_json, write_text
+from m6.files import cut_lines_after, parse_object, write_json, write_text
 from m6.formatting import log_line
 from m6.lock import FolderLock
 from m6.model.patch_encoders import check_patch_encoder
@@ -221,15 +221,22 @@ def _report(trainer: ImageTokenizerTrainer, held_out: PictureSet, out: Path) -> 
 def _check_out(settings: ImageTokenizerTraining, out: Path) -> None:
     recorded = out / "training/settings.json"
     if recorded.is_file():
-        if json.loads(recorded.read_bytes()) != settings.model_dump(mode="json"):
+        if _read(recorded) != settings.model_dump(mode="json"):
             raise UserError(f"{out} holds a run with other settings ({recorded}); choose another folder")
     elif out.exists() and (not out.is_dir() or any(path.is_file() and path.name != "lock" for path in out.rglob("*"))):
         raise UserError(f"{out} is not empty and holds no run of an image tokenizer; choose another folder")
 
 
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return parse_object(file.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{file}: corrupt: {error}; restore it, or choose another folder") from None
+
+
 def _check_pictures(pictures: PictureSet, out: Path) -> None:
     recorded = out / "training/pictures.json"  # an older run has none
-    if recorded.is_file() and json.loads(recorded.read_bytes()) != _checksums(pictures):
+    if recorded.is_file() and _read(recorded) != _checksums(pictures):
         raise UserError(
             f"{pictures.manifest.folder} has changed since the run in {out} learned from it ({recorded}); restore the "
             "data or choose another folder"

@@ -74,7 +74,11 @@ open_attempt() { # the next attempt's folder, and what it runs on and with
     patiently scontrol show job "$SLURM_JOB_ID" >"$M6_ATTEMPT_DIR/job.txt" || true
     cp "$0" "$M6_ATTEMPT_DIR/script.sh"
     cp "$CONFIG" "$M6_ATTEMPT_DIR/config.json"
-    python -m pip freeze >"$M6_ATTEMPT_DIR/packages.txt" 2>/dev/null & # takes a second, and nobody waits for it
+    packages >"$M6_ATTEMPT_DIR/packages.txt" & # takes a second, and nobody waits for it
+}
+
+packages() { # without what names a user in the address of a checkout, which may be a token
+    python -m pip freeze 2>/dev/null | sed -E 's#(://)[^/@[:space:]]*@#\1#g'
 }
 
 record_attempt() { echo "$(newest_checkpoint) $ATTEMPT $SLURM_JOB_ID${STOP_ASKED:+ stopped}" >>"$RUN_DIR/slurm/attempts.txt"; }

@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -204,6 +205,22 @@ def test_without_a_manifest_it_is_no_checkpoint(checkpoint: Path):
 def test_a_damaged_manifest(checkpoint: Path, text: str):
     (checkpoint / MANIFEST).write_text(text)
     with pytest.raises(UserError, match=f"{MANIFEST}: (corrupt|format 1)"):
+        CheckpointReader(checkpoint)
+
+
+@pytest.mark.parametrize("where", ["files", "ranges"])
+@pytest.mark.parametrize("name", ["../x.safetensors", "{folder}/x.safetensors", "sub/x.safetensors"])
+def test_no_name_leads_out_of_the_folder(checkpoint: Path, where: str, name: str):
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    name = name.replace("{folder}", str(checkpoint))
+    if where == "files":
+        manifest["files"][name] = manifest["files"].popitem()[1]
+    else:
+        manifest["ranges"][0]["file"] = name
+    manifest.pop("sha256")
+    manifest["sha256"] = checkpoint_format._digest(manifest)
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="is no file in its folder"):
         CheckpointReader(checkpoint)
 
 

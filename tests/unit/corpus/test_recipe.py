@@ -33,6 +33,8 @@ def test_shipped_recipes_are_valid(file: Path):
             '"easy_vqa_questions" has rows of kind vqa; a corpus is made of',
         ),
         ({"inputs": own("web", Path("texts"), licence=None)}, '"web" has no licence'),
+        ({"inputs": [{"source": "https://TOKEN@a.org/b.tar", "name": "a"}]}, "inputs.0: source has a user's name or"),
+        ({"inputs": [{"source": "ftp://user:word@a.org/b", "name": "a"}]}, "which the manifest would publish"),
         (
             {"inputs": own("web", Path("empty"))},
             "empty: expected pictures, or files .jsonl, .jsonl.gz, .parquet, .warc, .warc.gz, .wet, .wet.gz, .txt, .md",

@@ -95,7 +95,7 @@ def test_colours_of_all_other_modes_are_read(mode, colour, kind, rgb):
     assert np.abs(np.subtract(image.getpixel((9, 9)), rgb)).max() <= 2  # JPEG is lossy
 
 
-@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000", "ICO"])
+@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000", "ICO", "PPM"])
 def test_a_picture_of_another_format_is_not_called_corrupt(kind):
     if kind not in Image.SAVE and Image.init() and kind not in Image.SAVE:
         pytest.skip(f"Pillow here writes no {kind}")

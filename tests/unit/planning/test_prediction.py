@@ -55,6 +55,25 @@ def test_a_run_keeps_its_prediction(tmp_path: Path):
     assert outcome_line(tmp_path) == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.jsonl", None),
+        ("metrics.jsonl", b'{"step": 1, "step_time_s": 2.0}\n'),
+        ("metrics.jsonl", b"[" * 100_000),
+        ("plan.json", b"[]"),
+        ("plan.json", b"{}"),
+        ("plan.json", b"\xff"),
+    ],
+)
+def test_a_finished_run_does_not_fail_for_want_of_a_prediction(tmp_path: Path, name: str, content: bytes | None):
+    run = finished_run(tmp_path / "one", 2.0)
+    (run / name).unlink()
+    if content is not None:
+        (run / name).write_bytes(content)
+    assert outcome_line(run) == ""
+
+
 def test_seconds_of_a_cpu_are_predicted_from_measurements_alone(tmp_path: Path):
     config = load_config(CONFIG)
     assumed = announce(tmp_path, config, 1, SHAPE, Profile())

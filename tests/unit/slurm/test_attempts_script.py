@@ -50,6 +50,16 @@ def test_many_ranks_that_say_different_things(tmp_path: Path):
     assert [line.split()[1].strip(":") for line in said] == [f"rank_{rank:05d}.log" for rank in range(8)]
 
 
+def test_versions_hold_no_token_of_a_checkout(tmp_path: Path):
+    """pip prints the address that a package was cloned from as git has it."""
+    frozen = ["-e git+https://TOKEN@a.org/b/c.git@12ab#egg=m6", "d @ git+https://e:TOKEN@f.org/g@main", "torch==2.13.0"]
+    assert describe(tmp_path, f"python() {{ printf '%s\\n' {' '.join(map(repr, frozen))}; }}; packages", []) == [
+        "-e git+https://a.org/b/c.git@12ab#egg=m6",
+        "d @ git+https://f.org/g@main",
+        "torch==2.13.0",
+    ]
+
+
 COMPLETING = "job 11, which had the run before, is completing: waiting"
 ONLY_JOB = """
 set -euo pipefail

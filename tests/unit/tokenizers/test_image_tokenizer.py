@@ -177,7 +177,8 @@ def test_a_vq_model_of_diffusers_is_a_tokenizer(pixels, tmp_path):
     [
         (None, "holds no image tokenizer"),
         ("{", "not readable as JSON"),
-        ("[]", "expected an image tokenizer"),
+        ("[]", "no JSON object"),
+        ("[" * 100_000, "nested too deeply"),
         ({"model_type": "m6"}, 'found "m6"'),
         ({"model_type": "m6_image_tokenizer", "chanels": [8]}, 'did you mean "channels"'),
         ({"model_type": "m6_image_tokenizer", "image_size": 66}, "not a multiple of 4"),

@@ -290,6 +290,8 @@ def test_the_command_and_its_mistakes(data, trained, tmp_path):
     assert "\r" not in outcome.stderr, "a log has no bar"
     assert load_image_tokenizer(tmp_path / "out").num_codes == 16
     assert "other settings" in user_error("train-image-tokenizer", config, "--out", tmp_path / "out")
+    (tmp_path / "out/training/settings.json").write_bytes(b"[" * 100_000)
+    assert "settings.json: corrupt: nested" in user_error("train-image-tokenizer", config, "--out", tmp_path / "out")
     assert "holds no run" in user_error("train-image-tokenizer", config, "--out", data)
     for change, message in (
         ("model.chanels=[8]", 'model.chanels: unknown key; did you mean "channels"?'),
