@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import Field, PositiveInt
 
+from m6.config.shares import Division
 from m6.errors import UserError
 from m6.validation import Section
 
@@ -48,28 +49,25 @@ class BatchSizes:
             samples, rest = samples + steps * stage.batch_size, rest - steps
         return samples + rest * self.final
 
-    def micro_batches(self, micro_batch_size: int, ranks: int) -> dict[str, int]:
-        """Key and value of each batch -> micro-batches of a rank in its steps.
+    @property
+    def all(self) -> list[int]:
+        """The samples of all kinds of steps."""
+        return [self.final, *(stage.batch_size for stage in self.ramp)]
 
-        Args:
-            ranks: those that read different micro-batches; they divide every batch, see ``refusal``.
-        """
-        batches = {f"m6.training.batch_ramp: batch_size {stage.batch_size}": stage.batch_size for stage in self.ramp}
-        batches[f"train_batch_size {self.final}"] = self.final
-        return {name: samples // (micro_batch_size * ranks) for name, samples in batches.items()}
-
-    def refusal(self, micro_batch_size: int, ranks: int) -> str | None:
-        """Why so many ranks cannot compute every batch in micro-batches of this size; None if they can."""
-        per_micro_step = micro_batch_size * ranks
+    def check(self, division: Division) -> None:
+        """Raises UserError if ranks cannot compute a batch of the run."""
+        division.check("train_batch_size", self.final)
         for stage in self.ramp:
-            if stage.batch_size % per_micro_step:
-                return (
-                    f"m6.training.batch_ramp: batch_size {stage.batch_size} is not a multiple of "
-                    f"train_micro_batch_size_per_gpu {micro_batch_size} x {ranks} ranks = {per_micro_step}"
-                )
+            division.check("m6.training.batch_ramp: batch_size", stage.batch_size, is_final=False)
+
+    def refusal(self, division: Division) -> str | None:
+        """Why ranks cannot compute a batch of the run; None if they can."""
+        for samples in self.all:
+            for reason in division.refusals(samples, is_final=samples == self.final):
+                return f"train_batch_size {samples}: {reason}"
         return None
 
-    def check(self, total_steps: int) -> None:
+    def check_ramp(self, total_steps: int) -> None:
         """Raises UserError if the batch does not grow, or if the ramp does not end before the run."""
         sizes = [*(stage.batch_size for stage in self.ramp), self.final]
         if any(later <= earlier for earlier, later in itertools.pairwise(sizes)):

@@ -11,7 +11,6 @@ from m6.architecture.settings import ModelSettings
 from m6.config.pipeline import PipelineSettings
 from m6.config.run import RunConfig
 from m6.config.tensor import TensorSettings
-from m6.config.turns import turns_refusal
 from m6.errors import UserError
 from moe.exchange_steps import exchange_steps
 
@@ -39,26 +38,21 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
         _check_pipeline(config, config.pipeline, world_size)
     if config.tensor is not None:
         _check_tensor(config.tensor, world_size)
-    accumulation, data_size = config.accumulation_steps(world_size), config.data_size(world_size)
-    ramp_refusal = config.batch_sizes.refusal(config.deepspeed.micro_batch_size, data_size)
-    if ramp_refusal is not None:
-        raise UserError(ramp_refusal)
-    ep_size = config.m6.training.ep_size
-    if world_size % ep_size:
+    ep_size, data_size = config.m6.training.ep_size, config.data_size(world_size)
+    if data_size % ep_size:
         raise UserError(
             f"m6.training.ep_size {ep_size} does not divide the world size {world_size}; use a divisor of it"
         )
-    numbers = config.batch_sizes.micro_batches(config.deepspeed.micro_batch_size, data_size)
-    for batch, micro_batches in numbers.items():
-        refusal = _number_refusal(config, micro_batches, data_size)
-        if refusal is not None:
-            raise UserError(f"{batch}: {refusal}")
+    division = config.division(world_size)
+    config.batch_sizes.check(division)
+    shares = division.shares(config.deepspeed.train_batch_size)
+    config.deepspeed.check_accumulation(shares)
     # An update in the backward pass uses a gradient at once, so it cannot add up those of several passes.
     updates_at_once = config.expert_store is not None and config.expert_store.update == "backward"
     if updates_at_once and config.backward_passes(world_size) > 1:
         raise UserError(
             'm6.offload: "update": "backward" needs one micro-batch a step, or m6.training.micro_batches_at_once of '
-            f"all of them, but train_batch_size {config.deepspeed.train_batch_size} makes {accumulation} on "
+            f"all of them, but train_batch_size {config.deepspeed.train_batch_size} makes {max(shares)} on "
             f"{world_size} ranks"
         )
     if config.m6.moe is not None:
@@ -92,50 +86,6 @@ def _check_pipeline(config: RunConfig, pipeline: PipelineSettings, world_size: i
             f"{world_size} / {name}.num_ranks {size}: experts are split inside of a stage; use ep_size "
             f"{max(divisor for divisor in range(1, ep_size + 1) if pipelines % divisor == 0)}"
         )
-
-
-def _number_refusal(config: RunConfig, micro_batches: int, data_size: int) -> str | None:
-    """Why a rank cannot compute so many micro-batches in a step; None if it can.
-
-    Args:
-        data_size: ranks that read different micro-batches.
-    """
-    training = config.m6.training
-    refusal = turns_refusal(training.micro_batches_at_once, micro_batches)
-    if refusal is None and training.deterministic is not None:
-        leaves = micro_batches // training.micro_batches_at_once * data_size
-        ranks_of_model = config.pipeline_size * config.tensor_size
-        refusal = tree_refusal(leaves, data_size, training.ep_size, ranks_of_model)
-    if refusal is not None or config.pipeline is None:
-        return refusal
-    refusal = config.pipeline.micro_batches_refusal(micro_batches)
-    if refusal is None:
-        return None
-    runs = next(
-        number
-        for number in range(micro_batches + 1, micro_batches + 2 * config.pipeline.num_ranks + 1)
-        if config.pipeline.micro_batches_refusal(number) is None
-    )
-    return f"{refusal}; use {runs * data_size * config.deepspeed.micro_batch_size}"
-
-
-def tree_refusal(passes: int, data_size: int, ep_size: int, ranks_of_model: int = 1) -> str | None:
-    """Why a rank would not add up a whole branch of the tree of m6/training/engine/tree_sum.py; None if it does.
-
-    Args:
-        passes: backward passes of a step on all ranks that read different micro-batches.
-        data_size: those ranks.
-        ranks_of_model: of a pipeline or a tensor group.
-    """
-    leaves = passes // ep_size
-    largest = leaves & -leaves  # the largest power of two that divides them
-    if largest % (data_size // ep_size) == 0:
-        return None
-    worlds = ", ".join(str(ranks_of_model * ep_size * 2**power) for power in range(largest.bit_length()))
-    return (
-        f'm6.training.deterministic "any_world" on {ranks_of_model * data_size} ranks: {leaves} micro-steps of '
-        f"{ep_size} micro-batch{'' if ep_size == 1 else 'es'} have the same sums on {worlds} ranks"
-    )
 
 
 def check_tokenizer(config: RunConfig, tokenizer: M6Tokenizer) -> None:

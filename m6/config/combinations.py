@@ -272,6 +272,11 @@ OTHER_SCHEDULES = Feature(
 SLICES = Feature("m6.parallel.pipeline.slices", _slices, "leave m6.parallel.pipeline.slices out")
 FLUSHLESS = _of("m6.parallel.pipeline with m6.gradient_delay", _is_flushless, "set m6.gradient_delay=null")
 TENSOR = _of("m6.parallel.tensor", lambda run: run.m6.parallel.tensor is not None, "set m6.parallel.tensor=null")
+SHARES = Feature(
+    "m6.parallel.shares",
+    lambda run: f"m6.parallel.shares {shares}" if len(set(shares := run.m6.parallel.shares or ())) > 1 else None,
+    "leave m6.parallel.shares out, with a batch that the ranks divide",
+)
 OFFLOAD = _of("m6.offload", lambda run: run.stores_experts, "leave m6.offload out")
 HOST_BY_DEFAULT = _of(
     "m6.offload without m6.offload.optimizer",
@@ -326,6 +331,24 @@ def _experts_never_win(run: Run) -> str:
     return f"is divided otherwise: {experts_reason(run.m6.parallel.tensor, run.m6, run.deepspeed, run.model)}"
 
 
+EQUAL_SHARES = Fact(
+    "the same number of micro-batches on each rank",
+    {
+        ZERO_2: "adds up gradients over ranks after each micro-batch",
+        ZERO_3: "gathers weights from all ranks in each pass",
+        OFFLOAD: "makes one plan for all ranks with the same experts",
+        GLOBAL_BALANCE: "adds up loads of the micro-batches that all ranks compute at the same time",
+    },
+    {SHARES: "gives ranks other numbers of micro-batches"},
+)
+
+
+def needs_of_equal_shares(run: Run) -> tuple[str, ...]:
+    """Why all ranks of the run need the same number of micro-batches, as clauses; empty if they do not."""
+    found = ((feature.found(run), text) for feature, text in EQUAL_SHARES.needed_by.items())
+    return tuple(f"{name} {_text(text, run)}" for name, text in found if name is not None)
+
+
 FACTS: tuple[Fact, ...] = (
     Fact(
         "a rank's whole gradients at the end of a step",
@@ -368,6 +391,7 @@ FACTS: tuple[Fact, ...] = (
         },
         {RAMP: "lets the number of micro-batches grow"},
     ),
+    EQUAL_SHARES,
     Fact(
         "micro-batches one after the other",
         {

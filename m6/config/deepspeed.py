@@ -7,6 +7,7 @@ is an error before anything starts.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -150,43 +151,26 @@ class DeepSpeedSettings(BaseModel):
         """The type in which matrices are multiplied: ``precision``, or ``bf16`` under autocast."""
         return "bf16" if self.keys.get("torch_autocast", {}).get("enabled") else self.precision
 
-    def accumulation_steps(self, replicas: int) -> int:
-        """Micro-batches of a rank in one step: train_batch_size / (micro-batch x replicas).
-
-        Args:
-            replicas: ranks that read different micro-batches: all of them, or without those of a pipeline but one.
-
-        Raises:
-            UserError: the batch size is not divisible, or the JSON states another number.
-        """
-        per_step = self.micro_batch_size * replicas
-        if self.train_batch_size % per_step:
-            # First the remedy that leaves the batch and the schedule as they are.
-            fitting = [n for n in range(1, self.micro_batch_size) if self.train_batch_size % (n * replicas) == 0]
-            is_offered = fitting and self.stated_accumulation is None
-            same_batch = f"train_micro_batch_size_per_gpu {fitting[-1]}, or " if is_offered else ""
-            raise UserError(
-                f"train_batch_size {self.train_batch_size} is not a multiple of train_micro_batch_size_per_gpu "
-                f"{self.micro_batch_size} x {replicas} ranks = {per_step}; try {same_batch}"
-                f"train_batch_size {max(1, round(self.train_batch_size / per_step)) * per_step}"
-            )
-        accumulation = self.train_batch_size // per_step
-        if self.stated_accumulation not in (None, accumulation):
+    def check_accumulation(self, shares: Sequence[int]) -> None:
+        """Raises UserError if the JSON states another number of micro-batches than that of each rank in ``shares``."""
+        if self.stated_accumulation is not None and set(shares) != {self.stated_accumulation}:
             raise UserError(
                 f"gradient_accumulation_steps {self.stated_accumulation} contradicts train_batch_size "
-                f"{self.train_batch_size} / ({self.micro_batch_size} x {replicas} ranks) = "
-                f"{accumulation}; leave it out"
+                f"{self.train_batch_size} / ({self.micro_batch_size} x {len(shares)} ranks) = "
+                f"{' or '.join(map(str, sorted(set(shares))))}; leave it out"
             )
-        return accumulation
 
-    def engine_config(self, replicas: int) -> dict[str, Any]:
+    def engine_config(self, micro_batches: int, replicas: int) -> dict[str, Any]:
         """The dictionary for ``deepspeed.initialize``, without the optimizer, which we build ourselves.
 
         Args:
+            micro_batches: of this rank in a step. DeepSpeed believes that all ranks have as many; losses come to it
+                already divided by the targets of the whole step, see ``Engine.backward``.
             replicas: ranks that read different micro-batches.
         """
         config = {key: value for key, value in self.keys.items() if key != "optimizer"}
-        config["gradient_accumulation_steps"] = self.accumulation_steps(replicas)
+        config["gradient_accumulation_steps"] = micro_batches
+        config["train_batch_size"] = micro_batches * self.micro_batch_size * replicas
         config.setdefault("steps_per_print", None)  # no progress lines of DeepSpeed between ours
         if self.zero_stage == 0:
             # At stage 0 our engine clips the gradients: DeepSpeed does not report the norm there, and leaves the

@@ -170,6 +170,13 @@ class ParallelSettings(Section):
     tensor: TensorSettings | None = Field(
         None, description="matrices divided over ranks; absent: each rank has whole matrices"
     )
+    shares: list[PositiveInt] | None = Field(
+        None,
+        min_length=2,
+        description="micro-batches of a step on each rank that reads its own, such as [3, 1] for two; a shorter list "
+        "is for as many equal blocks of neighbouring ranks, such as kinds of devices. Batches of other sizes are "
+        "divided in proportion; absent: equal numbers, as far as the batch allows",
+    )
 
 
 def equal_sizes(num_layers: int, stages: int) -> list[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from m6.architecture.settings import MODEL_TYPE, ModelSettings
 from m6.architecture.sharing import Sharing
 from m6.config.batch_ramp import BatchSizes
-from m6.config.combinations import check_combinations
+from m6.config.combinations import Run, check_combinations, needs_of_equal_shares
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
 from m6.config.gradient_delay import check_gradient_delay
 from m6.config.offload import OffloadSettings
@@ -30,6 +30,7 @@ from m6.config.section_checks import (
     check_schedule,
 )
 from m6.config.sections import M6Settings
+from m6.config.shares import Division
 from m6.config.tensor import TensorSettings, check_tensor
 from m6.errors import UserError
 from m6.shipped import shipped_file
@@ -120,12 +121,25 @@ class RunConfig:
         ends = {m6.training.total_steps, None if switch is None else switch.switch_step}
         return step in ends or any(step % interval == 0 for interval in intervals)
 
+    def division(self, world_size: int) -> Division:
+        """How the micro-batches of a step are divided over ranks."""
+        shares = self.m6.parallel.shares
+        return Division(
+            micro_batch_size=self.deepspeed.micro_batch_size,
+            ranks=self.data_size(world_size),
+            ep_size=self.m6.training.ep_size,
+            at_once=self.m6.training.micro_batches_at_once,
+            stated=None if shares is None else tuple(shares),
+            pipeline=self.pipeline,
+            equal_for=needs_of_equal_shares(Run(self.m6, self.deepspeed, self.model)),
+        )
+
     def accumulation_steps(self, world_size: int) -> int:
-        """Micro-batches of a rank in one step; UserError if the batch is not divisible by all of them."""
-        return self.deepspeed.accumulation_steps(self.data_size(world_size))
+        """Micro-batches in a step of the whole batch, of the rank with most of them."""
+        return self.division(world_size).most(self.deepspeed.train_batch_size)
 
     def backward_passes(self, world_size: int) -> int:
-        """Backward passes of a rank in one step: of micro-batches, or of those that take turns."""
+        """Backward passes of a rank in such a step: of micro-batches, or of those that take turns."""
         return self.accumulation_steps(world_size) // self.m6.training.micro_batches_at_once
 
     @property

@@ -26,7 +26,7 @@ def check_overlap(settings: M6Settings, deepspeed: DeepSpeedSettings, model: Mod
 
 def check_batch_ramp(settings: M6Settings, deepspeed: DeepSpeedSettings) -> None:
     """Raises UserError if the stages of batches do not fit the run."""
-    BatchSizes(settings.training.batch_ramp, deepspeed.train_batch_size).check(settings.training.total_steps)
+    BatchSizes(settings.training.batch_ramp, deepspeed.train_batch_size).check_ramp(settings.training.total_steps)
 
 
 def check_schedule(schedule: ScheduleSettings, total: int) -> None:

@@ -31,6 +31,7 @@ _SETTINGS = (
     ("m6", "training", "micro_batches_at_once"),
     ("m6", "moe", "ranks_per_node"),
     ("m6", "parallel", "pipeline"),
+    ("m6", "parallel", "shares"),
 )
 """The keys of a run's JSON that a layout of a run with ``m6.elastic`` sets."""
 
@@ -60,7 +61,7 @@ class Decision:
             step=step,
             available=available,
             nodes=self.nodes,
-            layout={**asdict(self.layout), "cut": list(self.layout.cut)},
+            layout={**asdict(self.layout), "cut": list(self.layout.cut), "shares": list(self.layout.shares)},
             description=str(self.layout),
             reason=self.reason,
             predicted_s=self.predicted_s,
@@ -150,7 +151,7 @@ def settings_of(config: RunConfig, layout: ParallelLayout) -> list[str]:
             value = None if value is None else value.get(key)
         # The run's JSON may have a section that this layout does not have.
         taken_away = (path[1:2] == ("moe",) and config.m6.moe is not None) or (
-            path[1:2] == ("parallel",) and config.pipeline is not None
+            path[1:2] == ("parallel",) and getattr(config.m6.parallel, path[-1]) is not None
         )
         if value is not None or taken_away:
             found.append(f"{'.'.join(path)}={json.dumps(value)}")
@@ -195,8 +196,8 @@ def check_bounds(config: RunConfig, ranks_per_node: int) -> None:
     batch, micro_batch = config.deepspeed.train_batch_size, config.deepspeed.micro_batch_size
     raise UserError(
         f"m6.elastic: no number of nodes from {settings.min_nodes} to {settings.max_nodes} with {ranks_per_node} ranks "
-        f"each can run it: ranks x train_micro_batch_size_per_gpu {micro_batch} must divide train_batch_size {batch}, "
-        "and ep_size the ranks" + ("" if nearest is None else f"; {nearest} could")
+        f"each can run it: train_batch_size {batch} must have a micro-batch of {micro_batch} for each rank, and "
+        "ep_size divide the ranks" + ("" if nearest is None else f"; {nearest} could")
     )
 
 
@@ -233,7 +234,7 @@ def _fixed(config: RunConfig) -> dict[str, Any]:
     if allowed is None:
         kept = () if config.m6.training.deterministic is None else FIXED_SUMS
         allowed = [name for name in CHANGEABLE if name not in kept]
-    own, free = choices_of(config), set[str](allowed)
+    own, free = choices_of(config), {*allowed, "shares"}  # which go with the number of ranks
     if "pipeline" in free:
         free |= {"pp_size", "schedule", "cut"}
     return {name: own[name] for name in DIMENSIONS if name not in free}

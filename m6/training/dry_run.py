@@ -29,6 +29,7 @@ from m6.runs.signals import Requests
 from m6.training.engine.build import build_engine
 from m6.training.engine.engine import Engine, Update
 from m6.training.fake_batch import fake_batch
+from m6.training.mesh import ParallelDims
 from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep
 from moe import MoELayer
@@ -69,7 +70,6 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     if config.tensor is not None:
         raise UserError("m6.parallel.tensor: fake ranks sum up no parts of products; plan the run with m6 plan")
     check_world_size(config, world_size)
-    accumulation = config.deepspeed.accumulation_steps(world_size)
     if config.expert_store is not None:
         raise UserError(
             "m6.offload: the store moves experts of fake tensors nowhere; its dry run is the plan of a step"
@@ -91,6 +91,8 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
         engine = build_engine(config, runtime, stage.sharing, _MeasuredEngine)
         assert isinstance(engine, _MeasuredEngine)
         weights = engine.state_bytes()["weights"]  # before a step: stage 3 then keeps small weights gathered
+        dims = ParallelDims.of(config, rank, world_size)
+        accumulation = config.division(world_size).shares(config.deepspeed.train_batch_size)[dims.dp_rank]
         batches = [fake_batch(config, shape, world)] * accumulation
         train_step = TrainStep(engine, config, runtime, stage)
         train_step(0, batches, Requests)  # the first update allocates the optimizer's state

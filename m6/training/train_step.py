@@ -36,26 +36,19 @@ _SEED_STRIDE = (
 )
 
 
-def micro_batch_number(dims: ParallelDims, accumulation: int, step: int, index: int, ranks_per_part: int = 1) -> int:
-    """Returns the global number of a rank's micro-batch in a step.
-
-    Each rank has a contiguous part of a step, so that it reads few lanes of the sources (m6/data/order.py). A step
-    has the same micro-batches on any number of ranks. The ranks of a pipeline have the same ones.
-
-    Args:
-        ranks_per_part: neighbouring ranks that share a contiguous part, in which they take turns. The micro-batches
-            that they compute at the same time are then the same on any number of ranks.
-    """
-    part, place = dims.part(ranks_per_part)
-    return (step * dims.dp + part * ranks_per_part) * accumulation + index * ranks_per_part + place
-
-
 def micro_batch_numbers(config: RunConfig, dims: ParallelDims, step: int) -> list[int]:
-    """The global numbers of a rank's micro-batches in a step; the batches of the steps before decide the first."""
-    micro, sizes = config.deepspeed.micro_batch_size, config.batch_sizes
-    first, accumulation = sizes.before(step) // micro, sizes.of(step) // (micro * dims.dp)
-    parts = config.ranks_per_part
-    return [first + micro_batch_number(dims, accumulation, 0, index, parts) for index in range(accumulation)]
+    """The global numbers of a rank's micro-batches in a step.
+
+    A step has the same micro-batches on any number of ranks, whatever their shares. Each rank has a contiguous part, so
+    that it reads few lanes of the sources (m6/data/order.py). The ranks of a pipeline have the same ones.
+    ``config.ranks_per_part`` neighbours share a part, in which they take turns: the micro-batches that they compute at
+    the same time are then the same on any number of ranks.
+    """
+    sizes, together = config.batch_sizes, config.ranks_per_part
+    shares = config.division(dims.world_size).shares(sizes.of(step))
+    part, place = dims.part(together)
+    first = sizes.before(step) // config.deepspeed.micro_batch_size + sum(shares[: part * together]) + place
+    return [first + index * together for index in range(shares[dims.dp_rank])]
 
 
 @dataclass
@@ -114,6 +107,7 @@ class TrainStep:
         self.stage = stage
         self.dims = ParallelDims.of(config, runtime.rank, runtime.world_size)
         self._exact = config.m6.training.deterministic is not None
+        self._division = config.division(runtime.world_size)
         self._is_sliced = config.pipeline is not None and config.pipeline.slices is not None
         self.health = ExpertHealth(engine.module, config.model)
         self.noise = GradientNoise(config, engine)
@@ -152,32 +146,39 @@ class TrainStep:
 
     def _begin(self, step: int, micro_batches: list[MicroBatch]) -> BegunStep:
         """Runs the passes of a step, or its forward passes and as many backward passes as the engine does."""
-        targets, tokens, samples, bad_rows, pictures, token_pairs = self._count(micro_batches)
+        shares = self._division.shares(self.config.batch_sizes.of(step))
+        targets, tokens, samples, bad_rows, pictures, token_pairs = self._count(micro_batches, max(shares))
         begun = BegunStep(
             step=step,
             learning_rate=self._learning_rate(step),
-            micro_batches=len(micro_batches) * self.dims.dp,
+            micro_batches=sum(shares),
             targets=int(targets),
             tokens=int(tokens),
             samples=int(samples),
             bad_rows=int(bad_rows),
             pictures=int(pictures),
             token_pairs=int(token_pairs),
-            sums=StepSums(self.runtime.device, self._exact, self.dims.tp_rank == 0, self._is_sliced),
+            sums=StepSums(
+                self.runtime.device, self._exact, self.dims.tp_rank == 0, self._is_sliced or len(set(shares)) > 1
+            ),
             router_entropy=torch.zeros(len(self.sparse), device=self.runtime.device),
         )
 
         def loss(batch: MicroBatch, output: M6Output) -> Tensor:
             return self._loss(batch, output, begun)
 
-        self.engine.begin_step(begun.learning_rate)
+        self.engine.begin_step(begun.learning_rate, shares)
         with self.noise.watch(step):
             seeds = [self._seed(number) for number in micro_batch_numbers(self.config, self.dims, step)]
             self.engine.accumulate(micro_batches, loss, seeds)
         return begun
 
-    def _count(self, micro_batches: list[MicroBatch]) -> list[float]:
-        """Sums over the global batch: targets, tokens, samples, bad rows, pictures and pairs of tokens."""
+    def _count(self, micro_batches: list[MicroBatch], most: int) -> list[float]:
+        """Sums over the global batch: targets, tokens, samples, bad rows, pictures and pairs of tokens.
+
+        Args:
+            most: micro-batches of the rank with most of them.
+        """
         counts = [
             (
                 batch.num_target_tokens,
@@ -191,6 +192,7 @@ class TrainStep:
         ]
         # fp64 holds counts of tokens and pairs exactly.
         values = torch.tensor(counts, dtype=torch.float64, device=self.runtime.device)
+        values = torch.nn.functional.pad(values, (0, 0, 0, max(0, most - len(counts))))  # equal shapes on all ranks
         return sum_of_all(values, self._exact, self.engine.replicas)
 
     def _learning_rate(self, step: int) -> float:

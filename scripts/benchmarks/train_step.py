@@ -98,7 +98,7 @@ class Run:
 
     def __init__(self, file: Path, overrides: list[str] | None, num_workers: int) -> None:
         self.config, self.runtime = load_config(file, tuple(overrides or ())), start()
-        self.accumulation = self.config.deepspeed.accumulation_steps(self.runtime.world_size)
+        self.accumulation = self.config.accumulation_steps(self.runtime.world_size)
         self.data = open_data(self.config)
         self.engine = build_engine(self.config, self.runtime)
         self.step = TrainStep(self.engine, self.config, self.runtime, Stage(self.config, None))
@@ -207,7 +207,7 @@ def memory(config: ConfigFile = DEFAULT_CONFIG, overrides: Overrides = None, ste
     settings = load_config(config, tuple(overrides or ()))
     if settings.deepspeed.zero_stage:
         raise typer.BadParameter("gradients are found at zero_optimization.stage 0 alone", param_hint="--config")
-    accumulation = settings.deepspeed.accumulation_steps(start().world_size)
+    accumulation = settings.accumulation_steps(start().world_size)
     loader = open_data(settings).loader(itertools.count(), 0)
     batches = [list(itertools.islice(loader, accumulation)) for _ in range(steps)]
     with PeakOfProcess() as peak:

@@ -1,4 +1,4 @@
-"""``"deterministic": "any_world"``: the same weights and moments to the bit on 1, 2 and 4 ranks."""
+"""``"deterministic": "any_world"``: the same weights and moments to the bit on 1, 2, 3 and 4 ranks."""
 
 import json
 from pathlib import Path
@@ -74,9 +74,11 @@ CASES: dict[str, dict[str, Any]] = {
 def test_weights_do_not_depend_on_the_number_of_ranks(folder: Path, name: str):
     changes = CASES[name]
     alone = trained(folder, f"{name} alone", [(1, 0, None)], **changes)
-    assert_equal_to_the_bit(trained(folder, f"{name} two", [(2, 0, None)], **changes), alone)
+    # Three ranks have parts of unequal lengths, which the plan of offloaded experts does not know.
+    some = 2 if "m6__offload" in changes else 3
+    assert_equal_to_the_bit(trained(folder, f"{name} some", [(some, 0, None)], **changes), alone)
     # Stage 1 adds up the same gradients, and a run that changes its size takes over the state of any layout.
-    worlds: Worlds = [(4, 1, 1), (2, 1, 2), (1, 1, 3), (4, 0, None)]
+    worlds: Worlds = [(4, 1, 1), (some, 1, 2), (1, 1, 3), (4, 0, None)]
     assert_equal_to_the_bit(trained(folder, f"{name} wandering", worlds, **changes), alone)
 
 

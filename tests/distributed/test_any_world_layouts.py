@@ -128,7 +128,7 @@ def leaves_of_stages(each: dict[str, Any], root: Path) -> None:
     seen: list[tuple[int, list[bool]]] = []
     honest = TreeGradients.end_pass
 
-    def noted(self: TreeGradients, passes: int, part: int = 0) -> None:
+    def noted(self: TreeGradients, passes: tuple[int, ...], part: int = 0) -> None:
         seen.append((part, [parameter.grad is not None for parameter in self._parts[part]]))
         honest(self, passes, part)
 

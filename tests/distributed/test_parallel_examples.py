@@ -24,6 +24,7 @@ FEATURES: dict[str, Callable[[RunConfig], Any]] = {
     "pipeline": lambda config: config.pipeline is not None,
     "slices": lambda config: config.pipeline.slices == 2,
     "tensor": lambda config: config.tensor is not None,
+    "unequal_shares": lambda config: config.division(2).shares(16) == (3, 1),
 }
 
 

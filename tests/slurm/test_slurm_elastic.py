@@ -68,7 +68,7 @@ def check_course(run: ClusterRun, alone: ClusterRun) -> list[LayoutRecord]:
     # At first it has those of the four nodes that other runs left free.
     first, *others = records
     assert [(record.available, record.nodes) for record in others] == [(1, 1), (2, 2)]
-    assert first.nodes == {1: 1, 2: 2, 3: 2, 4: 4}[first.available], "three nodes do not divide four micro-batches"
+    assert first.nodes == {1: 1, 2: 2, 3: 2, 4: 4}[first.available], "three nodes compute two of four, as two do"
     assert all(record.layout["world_size"] == record.nodes for record in records)
     assert "--nodes=1-4\n" in (run.root / "slurm" / "sbatch_options").read_text()
     assert first.reason == "the fastest that fits"

@@ -11,8 +11,8 @@ from m6.architecture.received import PlacementName
 from m6.config.gradient_delay import FLUSHLESS
 from m6.config.pipeline import PipelineSettings, Schedule
 from m6.config.run import RunConfig
+from m6.config.shares import Division
 from m6.config.tensor import TensorSettings
-from m6.errors import UserError
 
 LayoutPlacement = PlacementName | Literal["megatron"]
 """How matrices are divided. Megatron-LM also divides embeddings, head and vectors, which no engine here does: it is for
@@ -40,6 +40,7 @@ class ParallelLayout:
         schedule: of a pipeline.
         cut: layers of each stage of a pipeline; empty: equal ones, as far as possible.
         placement: how the matrices are divided over ``tp_size`` ranks.
+        shares: ``m6.parallel.shares``; empty: equal ones, as far as the batch allows.
     """
 
     world_size: int
@@ -57,9 +58,11 @@ class ParallelLayout:
     schedule: Schedule = "1f1b"
     cut: tuple[int, ...] = ()
     placement: LayoutPlacement = "1d"
+    shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cut", tuple(self.cut))  # JSON has lists
+        for name in ("cut", "shares"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists
 
     @property
     def pipeline(self) -> PipelineSettings | None:
@@ -78,22 +81,21 @@ class ParallelLayout:
         """Ranks that compute different samples. The ranks of an expert-parallel group do so, too."""
         return self.world_size // (self.tp_size * self.pp_size)
 
-    def accumulation(self, global_batch: int) -> int:
-        """Micro-batches of a step; the global batch never changes.
+    def division(self, equal_for: tuple[str, ...] = ()) -> Division:
+        """How the micro-batches of a step are divided over ranks.
 
-        Raises:
-            UserError: the global batch is not a multiple of micro-batch size x data-parallel ranks.
+        Args:
+            equal_for: see ``Division``.
         """
-        per_pass = self.micro_batch_size * self.dp_size
-        if global_batch % per_pass:
-            raise UserError(
-                f"train_batch_size {global_batch} is not a multiple of micro_batch_size {self.micro_batch_size} x "
-                f"{self.dp_size} data-parallel ranks = {per_pass}"
-            )
-        return global_batch // per_pass
+        sizes = (self.micro_batch_size, self.dp_size, self.ep_size, self.micro_batches_at_once)
+        return Division(*sizes, self.shares or None, self.pipeline, equal_for)
+
+    def accumulation(self, global_batch: int) -> int:
+        """Micro-batches of a step, of the rank with most of them; the global batch never changes."""
+        return self.division().most(global_batch)
 
     def backward_passes(self, global_batch: int) -> int:
-        """Backward passes of a step: of micro-batches, or of those that take turns."""
+        """Backward passes of a step of that rank: of micro-batches, or of those that take turns."""
         return self.accumulation(global_batch) // self.micro_batches_at_once
 
     def __str__(self) -> str:
@@ -103,6 +105,7 @@ class ParallelLayout:
         if self.pp_size > 1:
             parts.append(f"pp {self.pp_size} {self.schedule}")
             parts += [f"stages of {'+'.join(map(str, self.cut))} layers"] if self.cut else []
+        parts += [f"shares {list(self.shares)}"] if self.shares else []
         parts.append(f"micro-batch {self.micro_batch_size}")
         if self.micro_batches_at_once > 1:
             parts.append(f"{self.micro_batches_at_once} at once")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from m6.architecture.sharing import Sharing
 from m6.checkpoints.format import SHARD_BYTES
 from m6.config.run import RunConfig
+from m6.config.sum_tree import most_sums
 from m6.planning.cost.activations import (
     Activations,
     PipelineActivations,
@@ -106,16 +107,6 @@ _HOST_BYTES_STAGE_3 = {False: 18, True: 20}
 # sums: the live storages of m6/training/reduction and m6/training/engine/tree_sum.py.
 _REDUCER_COPIES = {"top_k": 1, "chunks": 3, "powersgd": 2}
 _BUCKET_COPIES = 3
-
-
-def partial_sums(micro_batches: int) -> int:
-    """The most partial sums that ``BranchSum`` of "any_world" keeps while the next gradients are computed.
-
-    Runs of o neighbours are added in order, and the sums of 2^j runs pairwise: one sum for each level below the last
-    one, and, where a run has more than one micro-batch, that of a run that is not complete.
-    """
-    runs = micro_batches & -micro_batches
-    return runs.bit_length() - 1 + (micro_batches > runs)
 
 
 class MemoryModel:
@@ -372,8 +363,9 @@ class MemoryModel:
     def _any_world_sums(self, layout: ParallelLayout) -> tuple[int, int]:
         """Copies of all gradients in fp32 while those of the last micro-batch are computed, and after that the most:
         they lie beside the partial sums, or the sum of the rank beside that of all ranks."""
-        kept = partial_sums(layout.backward_passes(self.config.deepspeed.train_batch_size))
-        return kept, max(kept + 1, 2 if layout.dp_size > 1 else 1)
+        shares = layout.division().shares(self.config.deepspeed.train_batch_size)
+        kept, branches = most_sums(tuple(share // layout.micro_batches_at_once for share in shares[:: layout.ep_size]))
+        return kept, max(kept + 1, branches + (layout.dp_size > 1))
 
     def residual_bytes(self, layout: ParallelLayout) -> int:
         """What a rank has not sent of compressed gradients, whole ones, or those of its stages: the rank with most of

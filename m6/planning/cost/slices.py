@@ -1,4 +1,4 @@
-"""Uneven partitions: tokens over slices of a row, and rows over unequal devices.
+"""Tokens over slices of a row.
 
 A run cuts the rows of a micro-batch into as many slices as it asks for, or as a model of their time says.
 """
@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from m6.architecture.settings import ModelSettings
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
-from m6.errors import UserError
 from m6.model.counting import num_parameters
 from m6.model.slices import legal_cuts, nearest_cuts
 
@@ -52,30 +51,6 @@ def slice_tokens(
         if cost < best:
             best, best_cuts = cost, [bounds[cut] for cut in cuts]
     return best_cuts, best
-
-
-def share_rows(rows: int, speeds: Sequence[float], capacities: Sequence[int]) -> list[int]:
-    """Rows for each of several unequal devices such that the last one ends early: Whale (2011.09208), algorithm 1.
-
-    Each row goes to the device that would end first with it, if its memory holds another row. This is optimal if a row
-    costs constant time on each device. Gradients must then be weighted by rows.
-
-    Args:
-        rows: of the global batch.
-        speeds: rows a second of each device.
-        capacities: rows that fit the memory of each device.
-
-    Raises:
-        UserError: the devices cannot hold ``rows`` rows.
-    """
-    if sum(capacities) < rows:
-        raise UserError(f"{rows} rows do not fit devices that hold {sum(capacities)}")
-    shares = [0] * len(speeds)
-    for _ in range(rows):
-        open_devices = [d for d in range(len(speeds)) if shares[d] < capacities[d]]
-        first = min(open_devices, key=lambda device: (shares[device] + 1) / speeds[device])
-        shares[first] += 1
-    return shares
 
 
 def _least_sum(last: int, table: dict[tuple[int, int], float], bound: float) -> tuple[float, list[int]]:

@@ -6,11 +6,14 @@ and host updates, and exchanges of tokens with ``m6.moe.overlap_parts`` or with 
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from dataclasses import replace
 from typing import Literal
 
 from m6.config.run import RunConfig
+from m6.config.shares import apportion, shortened
 from m6.planning.cost.communication_time import ExchangeTime, ReductionTime, expert_replicas
 from m6.planning.cost.compute_time import (
     ComputeTime,
@@ -157,8 +160,9 @@ class TimeModel:
         if layout.pp_size > 1:
             parts = self.pipeline(layout, steps).parts()
         else:
-            parts = {name: value * steps for name, value in self.compute(layout).parts().items()}
-            parts["exchange"] = steps * self.exchange(layout)
+            types = ((self._on(nodes)._passes(layout), share) for nodes, share in self._shares(layout))
+            every = [{name: value * share for name, value in each.items()} for each, share in types]
+            parts = max(every, key=lambda each: sum(each.values()))
         if layout.zero_stage == 3:
             # Hooks of DeepSpeed run for each parameter, however small it is.
             parts["launch"] += steps * self.profile.factor("launch") * self._stage_3_launches(layout)
@@ -175,6 +179,43 @@ class TimeModel:
             )
         ]
         return StepTime(**parts | max(ranks, key=lambda rank: sum(rank.values())))
+
+    def _passes(self, layout: ParallelLayout) -> dict[str, float]:
+        """Seconds by part of one micro-batch, without a pipeline."""
+        return self.compute(layout).parts() | {"exchange": self.exchange(layout)}
+
+    def _shares(self, layout: ParallelLayout) -> list[tuple[Nodes, int]]:
+        """The devices that may be the last to end their passes, with the most micro-batches of one of them."""
+        rows = self.config.deepspeed.train_batch_size
+        if not layout.shares:
+            return [(self.nodes, layout.accumulation(rows))]
+        own, found, first = layout.division().shares(rows), list[tuple[Nodes, int]](), 0
+        for nodes in self.cluster.nodes:
+            end = first + nodes.num_devices
+            found.append((nodes, max(own[first // layout.tp_size : -(-end // layout.tp_size)])))
+            first = end
+        return found
+
+    def balanced(self, layout: ParallelLayout) -> ParallelLayout:
+        """A layout without a pipeline with shares of the batch in proportion to the speeds of its devices, by Whale's
+        algorithm; with equal ones where these are best."""
+        rows, unit = self.config.deepspeed.train_batch_size, layout.ep_size * layout.micro_batches_at_once
+        units, size = rows // (layout.micro_batch_size * unit), layout.ep_size * layout.tp_size
+        groups = layout.world_size // size
+        if rows % (layout.micro_batch_size * unit) or units < groups:
+            return layout
+        types = self.cluster.nodes
+        speeds = [1 / sum(self._on(nodes)._passes(layout).values()) for nodes in types]
+        ends = list(itertools.accumulate(nodes.num_devices for nodes in types))
+
+        def speed(group: int) -> float:
+            """A group is as slow as its slowest device."""
+            first = bisect.bisect_right(ends, group * size)
+            return min(speeds[first : bisect.bisect_left(ends, (group + 1) * size) + 1])
+
+        counts = apportion(units, list(map(speed, range(groups))), least=1)
+        shares = shortened([count * layout.micro_batches_at_once for count in counts for _ in range(layout.ep_size)])
+        return layout if len(set(shares)) == 1 else replace(layout, shares=shares)
 
     def _after(
         self, layout: ParallelLayout, passes: int, place: int, counts: ParameterCounts, streaming: Streaming
@@ -230,6 +271,11 @@ class TimeModel:
         shares of all passes."""
         if layout.pp_size > 1:
             return self.pipeline.least(layout, layout.accumulation(self.config.deepspeed.train_batch_size))
+        most = layout.accumulation(self.config.deepspeed.train_batch_size)
+        return max(self._on(nodes)._products_s(layout) * share / most for nodes, share in self._shares(layout))
+
+    def _products_s(self, layout: ParallelLayout) -> float:
+        """The least seconds of the matrix products of the rank with most micro-batches."""
         peak = max(self.nodes.device.matmul_flops.values())
         return self.compute.flops(layout) / peak * self._fastest_factor()
 

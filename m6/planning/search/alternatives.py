@@ -25,8 +25,8 @@ from m6.config.pipeline import ParallelSettings, PipelineSettings
 from m6.config.slices import SLICED, check_slices
 from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout, is_flushless
-from m6.planning.cost.slices import share_rows, slice_tokens, slice_work
-from m6.planning.machine.cluster import Cluster, rate
+from m6.planning.cost.slices import slice_tokens, slice_work
+from m6.planning.machine.cluster import rate
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, Rejection, SearchResult, format_gb
 
@@ -309,23 +309,14 @@ def _slice_line(planner: Planner, found: PricedLayout) -> str:
 
 def _share_line(planner: Planner, best: PricedLayout) -> str:
     """Whale's shares of the global batch, against equal ones."""
-    rows, speeds, capacities = planner.config.deepspeed.train_batch_size, [], []
-    for nodes in planner.cluster.nodes:
-        alone = planner.changed(cluster=Cluster(name=nodes.device.name, nodes=[nodes]))
-        fits = alone.memory_rejection(replace(best.layout, pp_size=1, cut=())) is None
-        speeds += [best.layout.micro_batch_size / sum(alone.time.layer_s(best.layout))] * nodes.num_devices
-        # Rows come in micro-batches, so a device that holds one micro-batch can take any number of rows.
-        capacities += [rows if fits else 0] * nodes.num_devices
-    shares = share_rows(rows, speeds, capacities)
-    slowest = max(share / speed for share, speed in zip(shares, speeds, strict=True))
-    equal = rows / len(speeds) / min(speeds)
-    named: dict[str, int] = {}
-    first = 0
-    for nodes in planner.cluster.nodes:
-        named[nodes.device.name] = shares[first]
-        first += nodes.num_devices
-    text = ", ".join(f"{share} on {name}" for name, share in named.items())
-    return (
-        f"- Unequal shares (Whale; the trainer gives every rank as many): {text} of {rows} rows would take "
-        f"{slowest / equal - 1:+.1%} of the time to compute."
-    )
+    text = "- Unequal shares (m6.parallel.shares)"
+    plain = replace(best.layout, pp_size=1, cut=(), shares=())
+    balanced = planner.time.balanced(plain)
+    other = plain if best.layout.shares else balanced
+    if other == best.layout:
+        return f"{text}: equal ones are the best."
+    judged = planner.evaluate(other)
+    if isinstance(judged, Rejection):
+        return f"{text}: {judged.layout}: {judged.reason}."
+    which = "equal ones" if best.layout.shares else f"{list(balanced.shares)}"
+    return f"{text}: {which} change the time of a step by {judged.time.total / best.time.total - 1:+.1%}."

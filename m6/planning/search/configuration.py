@@ -51,6 +51,7 @@ def choices_of(config: RunConfig) -> dict[str, Any]:
         "schedule": "1f1b" if pipeline is None else pipeline.schedule,
         "cut": cut,
         "placement": "1d" if config.tensor is None else config.tensor.placement,
+        "shares": tuple(config.m6.parallel.shares or ()),
     }
 
 
@@ -76,8 +77,10 @@ def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
         document["m6"]["moe"].pop("ranks_per_node", None)
         if layout.ranks_per_node:
             document["m6"]["moe"]["ranks_per_node"] = layout.ranks_per_node
-    for name in ("pipeline", "tensor"):
+    for name in ("pipeline", "tensor", "shares"):
         document["m6"].get("parallel", {}).pop(name, None)
+    if layout.shares:
+        document["m6"].setdefault("parallel", {})["shares"] = list(layout.shares)
     if layout.tensor is not None:
         document["m6"].setdefault("parallel", {})["tensor"] = layout.tensor.model_dump()
     if layout.pipeline is not None:
@@ -138,7 +141,7 @@ def _parsed(value: str, like: Any, names: Sequence[str]) -> Any:
             str: f"one of {', '.join(names)}",
             bool: "true or false",
             int: "a whole number",
-            tuple: "numbers of layers such as 3,1",
+            tuple: "numbers such as 3,1",
         }
         raise ValueError(expected[type(like)]) from None
 

@@ -10,13 +10,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from m6.config.checks import tree_refusal
+from m6.config.combinations import Run, needs_of_equal_shares
 from m6.config.pipeline import PipelineSettings
 from m6.config.pipeline_sharing import check_sharing, cut_between_groups
 from m6.config.run import RunConfig
 from m6.config.slices import SLICED
 from m6.config.tensor import experts_reason
-from m6.config.turns import turns_refusal
 from m6.errors import UserError
 from m6.formatting import markdown_table
 from m6.planning.cost.layout import ParallelLayout
@@ -52,6 +51,7 @@ class Feasibility:
         # Every call of moe_config validates the settings again, which would be most of the time of a search.
         self._num_experts = 1 if config.m6.moe is None else config.model.moe_config().num_experts
         self._validated: dict[tuple[object, ...], Refusal | None] = {}
+        self._equal_for: dict[tuple[int, bool], tuple[str, ...]] = {}
 
     def refusal(self, layout: ParallelLayout, lifted: Collection[RefusalKind] = ()) -> Refusal | None:
         """The first reason against ``layout``, or None.
@@ -74,6 +74,7 @@ class Feasibility:
             layout.offload_params,
             layout.schedule if layout.pp_size > 1 else "",
             layout.tp_size > 1,
+            len(set(layout.shares)) > 1,
         )
         if layout.micro_batches_at_once > 1:
             key = (*key, "turns", layout.checkpointing)
@@ -108,41 +109,41 @@ class Feasibility:
                 "streamed experts",
                 "experts are streamed only if the run has the section m6.offload",
             )
-        return _refused_by_arithmetic(self.config, self._num_experts, layout)
+        return _refused_by_arithmetic(self.config, self._num_experts, layout, self._needs_equal_shares(layout))
+
+    def _needs_equal_shares(self, layout: ParallelLayout) -> tuple[str, ...]:
+        """Why all ranks of the layout need the same number of micro-batches."""
+        key = layout.zero_stage, layout.stream_experts
+        if key not in self._equal_for:
+            config = self.config
+            deepspeed = config.deepspeed.model_copy(update={"zero_stage": layout.zero_stage})
+            m6 = config.m6 if layout.stream_experts else config.m6.model_copy(update={"offload": None})
+            self._equal_for[key] = needs_of_equal_shares(Run(m6, deepspeed, config.model))
+        return self._equal_for[key]
 
 
-def _refused_by_arithmetic(config: RunConfig, num_experts: int, layout: ParallelLayout) -> Refusal | None:
+def _refused_by_arithmetic(
+    config: RunConfig, num_experts: int, layout: ParallelLayout, equal_for: tuple[str, ...]
+) -> Refusal | None:
     model = config.model
     if layout.world_size % (layout.tp_size * layout.pp_size) or model.num_attention_heads % layout.tp_size:
         return Refusal("ranks", "tensor- and pipeline-parallel sizes do not divide the ranks or the heads")
-    try:
-        layout.accumulation(config.deepspeed.train_batch_size)
-    except UserError as error:
-        return Refusal("batch", str(error))
-    ramp_refusal = config.batch_sizes.refusal(layout.micro_batch_size, layout.dp_size)
-    if ramp_refusal is not None:
-        return Refusal("batch", ramp_refusal)
-    numbers = list(config.batch_sizes.micro_batches(layout.micro_batch_size, layout.dp_size).values())
-    for number in numbers:
-        turn_refusal = turns_refusal(layout.micro_batches_at_once, number)
-        if turn_refusal is not None:
-            return Refusal("batch", turn_refusal)
     if layout.dp_size % layout.ep_size or num_experts % layout.ep_size:
         return Refusal(
             "experts",
             f"ep_size {layout.ep_size} does not divide both {layout.dp_size} data-parallel ranks and {num_experts} "
             "experts",
         )
+    division = layout.division(equal_for)
+    # A pipeline's own numbers are asked for below.
+    refusal = config.batch_sizes.refusal(replace(division, pipeline=None))
+    if refusal is not None:
+        return Refusal("batch", refusal)
     if layout.pipeline is not None:
-        refusal = _refused_pipeline(layout, layout.pipeline, config, numbers)
+        numbers = {share for samples in config.batch_sizes.all for share in division.shares(samples)}
+        refusal = _refused_pipeline(layout, layout.pipeline, config, sorted(numbers))
         if refusal is not None:
             return Refusal("pipeline", refusal)
-    if config.m6.training.deterministic is not None:
-        for number in numbers:
-            passes = number // layout.micro_batches_at_once * layout.dp_size
-            refusal = tree_refusal(passes, layout.dp_size, layout.ep_size, layout.pp_size * layout.tp_size)
-            if refusal is not None:
-                return Refusal("ranks", refusal)
     node, group = layout.ranks_per_node, layout.ep_size
     if node < 0 or (node and max(node, group) % min(node, group)):
         return Refusal("experts", f"ranks_per_node {node} and ep_size {group}: one must be a multiple of the other")

@@ -26,9 +26,11 @@ def neighbours(planner: Planner, plan: PricedLayout) -> list[Rejection]:
     found = []
     for name, values in _other_values(planner, plan.layout):
         for value in values:
-            changed = replace(plan.layout, **{"cut": (), name: value})
+            changed = replace(plan.layout, **{"cut": (), "shares": (), name: value})
             if name != "ranks_per_node":  # a choice of its own, which depends on the others
                 changed = planner.time.exchange.faster(replace(changed, ranks_per_node=0))
+            if plan.layout.shares and changed.pp_size == 1:
+                changed = planner.time.balanced(changed)
             judged = planner.evaluate(changed)
             if isinstance(judged, PricedLayout):
                 ratio = judged.time.total / plan.time.total - 1
@@ -77,7 +79,7 @@ _NO_MODEL_PARALLELISM = {"tp_size": 1, "pp_size": 1, "stream_experts": False}
 def smallest_cluster(planner: Planner) -> Cluster | None:
     """The cluster with the fewest nodes, equal to the first ones, that holds the run with its global batch, or None."""
     nodes = planner.cluster.nodes[0]
-    # Without model parallelism the ranks divide the global batch, so other numbers need no search.
+    # Without model parallelism each rank has a part of the batch: of other numbers some would wait for others.
     for num_devices in divisors(planner.config.deepspeed.train_batch_size):
         if num_devices % nodes.devices_per_node or (
             num_devices > nodes.devices_per_node and nodes.links.network is None

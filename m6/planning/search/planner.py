@@ -119,9 +119,7 @@ class Planner:
             axes: dict[str, list[Any]] = {
                 "ep_size": self._values("ep_size", divisors(math.gcd(dp_size, experts))),
                 "zero_stage": self._values("zero_stage", range(4)),
-                "micro_batch_size": self._values(
-                    "micro_batch_size", divisors(rows // dp_size) if rows % dp_size == 0 else ()
-                ),
+                "micro_batch_size": self._values("micro_batch_size", _micro_batch_sizes(rows, dp_size)),
                 "schedule": self._values("schedule", schedules if pp_size > 1 else SEARCHED[:1]),
             }
             for name in ("checkpointing", "offload_optimizer", "offload_params"):
@@ -140,10 +138,18 @@ class Planner:
                     if pp_size > 1 and "cut" in self.forced:
                         layout = replace(layout, cut=self.forced["cut"])
                     if "ranks_per_node" in self.forced:
-                        yield replace(layout, ranks_per_node=self.forced["ranks_per_node"])
+                        layout = replace(layout, ranks_per_node=self.forced["ranks_per_node"])
                     else:
                         # Exchanges differ in their time alone, so that the slower one need not be visited.
-                        yield self.time.exchange.faster(layout)
+                        layout = self.time.exchange.faster(layout)
+                    if "shares" in self.forced:
+                        yield replace(layout, shares=self.forced["shares"])
+                        continue
+                    yield layout
+                    if self.cluster.is_mixed and pp_size == 1:
+                        balanced = self.time.balanced(layout)
+                        if balanced.shares:
+                            yield balanced
 
     def _tensor_groups(self) -> Iterator[tuple[int, PlacementName]]:
         """Sizes and placements of tensor groups that divide the matrices of the model; forced ones need not."""
@@ -206,14 +212,11 @@ class Planner:
         result.refine(self.refined)
         if not result.plans and result.nearest is None:
             rows, world = self.config.deepspeed.train_batch_size, self.cluster.num_devices
-            if rows % world:  # every other reason follows from this one
-                raise UserError(f"train_batch_size {rows} is not a multiple of {world} devices")
+            if rows < world:  # every other reason follows from this one
+                raise UserError(f"train_batch_size {rows} has fewer samples than there are devices, {world}")
             if not result.visited:
                 values = ", ".join(f"{name}={value}" for name, value in self.forced.items())
-                raise UserError(
-                    f"no layout has the forced {values}: pp_size must divide the {world} devices, and "
-                    f"micro_batch_size x data-parallel ranks train_batch_size {rows}"
-                )
+                raise UserError(f"no layout has the forced {values}: pp_size must divide the {world} devices")
             reasons = "; ".join(f"{kind}: {reason}" for kind, reason in refused.items())
             raise UserError(f"every layout of {self.cluster.name} is refused ({reasons})")
         return result
@@ -347,6 +350,13 @@ class Planner:
         if not isinstance(store.host_budget_mib, str):
             budget = store.host_budget_mib * _MIB
             yield "host memory", footprint.store, budget, "in m6.offload.host_budget_mib"
+
+
+def _micro_batch_sizes(rows: int, ranks: int) -> list[int]:
+    """The sizes of micro-batches of which every rank has as many, or, where the ranks do not divide the batch, one or
+    more."""
+    equal = rows % ranks == 0
+    return [size for size in divisors(rows // ranks if equal else rows) if size * ranks <= rows]
 
 
 Item = TypeVar("Item")

@@ -31,7 +31,7 @@ class PricedLayout:
         """A count of the techniques that the layout uses, to prefer simple ones."""
         layout = self.layout
         parts = [layout.tp_size > 1, layout.pp_size > 1, layout.checkpointing, layout.offload_optimizer]
-        parts.append(layout.micro_batches_at_once > 1)
+        parts += [layout.micro_batches_at_once > 1, bool(layout.shares)]
         return layout.zero_stage + 2 * sum(parts) + 2 * layout.offload_params + (layout.ep_size > 1)
 
 

@@ -101,7 +101,8 @@ def build_engine(
     if sharing is not None and config.m6.pseudo_to_real is not None and config.m6.pseudo_to_real.gradient == "mean":
         divide_gradients(model)
     optimizer = build_optimizer(model, config.deepspeed, config.m6.training.ep_size)
-    deepspeed_config = config.deepspeed.engine_config(dims.dp)
+    own_share = config.division(runtime.world_size).shares(config.deepspeed.train_batch_size)[dims.dp_rank]
+    deepspeed_config = config.deepspeed.engine_config(own_share, dims.dp)
     if config.m6.communication.compresses:
         deepspeed_config["communication_data_type"] = "fp32"  # also in steps that leave nothing out
     # DeepSpeed's initialization prints warnings about features that the run does not use.

@@ -108,6 +108,7 @@ class Engine:
         self._max_norm = config.deepspeed.gradient_clipping
         self._expert_group = expert_group("expert_parallel", config.m6.training.ep_size)
         self._learning_rate = 0.0
+        self._shares: tuple[int, ...] | None = None
         self.replicas = mesh.replicas
         self.module: M6ForConditionalGeneration = deepspeed.module
         self._at_once = config.m6.training.micro_batches_at_once
@@ -127,9 +128,13 @@ class Engine:
 
     # A training step
 
-    def begin_step(self, learning_rate: float) -> None:
-        """Begins a step with this learning rate."""
-        self._learning_rate = learning_rate
+    def begin_step(self, learning_rate: float, shares: tuple[int, ...] | None = None) -> None:
+        """Begins a step with this learning rate.
+
+        Args:
+            shares: micro-batches of each rank along ``dp``; None: all have as many as this one.
+        """
+        self._learning_rate, self._shares = learning_rate, shares
         for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
         if self.offloaded is not None:
@@ -148,7 +153,7 @@ class Engine:
             # DeepSpeed takes every micro-batch for one in the middle of a step: it adds up and reduces nothing.
             self._deepspeed.set_gradient_accumulation_boundary(False)
             for _ in self._each(micro_batches, loss, seeds):
-                self._reducer.end_pass(len(micro_batches) // self._at_once)
+                self._reducer.end_pass(self._passes(len(micro_batches)))
             return
         last = len(micro_batches) // self._at_once - 1
         # DeepSpeed's own count of micro-batches knows no batch that grows.
@@ -157,6 +162,11 @@ class Engine:
             if index < last:
                 self._deepspeed.step()  # before the last micro-batch, DeepSpeed only counts
                 self._deepspeed.set_gradient_accumulation_boundary(index + 1 == last)
+
+    def _passes(self, own: int) -> tuple[int, ...]:
+        """Backward passes in the step of each rank along ``dp``; this one has ``own`` micro-batches."""
+        shares = self._shares or (own,) * self._mesh.dims.dp
+        return tuple(share // self._at_once for share in shares)
 
     def _each(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> Iterator[int]:
         """Yields the index of each backward pass, of one micro-batch or of those that take turns, after it has run."""

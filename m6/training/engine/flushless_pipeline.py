@@ -27,7 +27,7 @@ class UnderWay:
     Attributes:
         step: the number of its step, counted from the first one of this engine.
         is_last: whether it is the last micro-batch of its step.
-        passes: micro-batches of its step.
+        passes: of its step, in each pipeline.
         hidden_states: what the stage received, [B, S, D]; None in the first stage.
         output: of the stage: hidden states, or the loss [1] of the last one.
         learning_rate: of its step.
@@ -36,7 +36,7 @@ class UnderWay:
 
     step: int
     is_last: bool
-    passes: int
+    passes: tuple[int, ...]
     hidden_states: Tensor | None
     output: Tensor
     learning_rate: float
@@ -121,8 +121,8 @@ class FlushlessPipelineEngine(PipelineEngine):
             output = self._pass(self._stage, hidden_states, number)
         if not self._stage.is_last:
             self._send(output.detach(), self._number + 1, self._links.forward)
-        passes = len(self._step.batches)
-        step = (self._begun, number + 1 == passes, passes)
+        own = len(self._step.batches)
+        step = (self._begun, number + 1 == own, self._passes(own))
         self._under_way.append(UnderWay(*step, hidden_states, output, self._learning_rate, weights))
 
     def _pass_backward(self) -> None:

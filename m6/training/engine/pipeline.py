@@ -71,7 +71,8 @@ class PipelineEngine(Engine):
         self._reducer.divide(
             [[each for each in stage.parameters() if each.requires_grad] for stage in self._stages.values()]
         )
-        self._scheduled = self._config.accumulation_steps(mesh.dims.world_size)  # micro-batches of this rank in a step
+        # Micro-batches of each pipeline in a step.
+        self._scheduled = config.division(mesh.dims.world_size).shares(config.deepspeed.train_batch_size)
         self._schedule = self._build_schedule()
 
     # A training step
@@ -80,8 +81,9 @@ class PipelineEngine(Engine):
         """See ``Engine.accumulate``; ``loss`` gets the parts of a micro-batch that this rank's stages yield."""
         self._deepspeed.train()
         self._send_table()
-        if len(micro_batches) != self._scheduled:  # the batch has grown
-            self._scheduled = len(micro_batches)
+        passes = self._passes(len(micro_batches))
+        if passes != self._scheduled:  # the batch has grown
+            self._scheduled = passes
             self._schedule = self._build_schedule()
         self._step = self._begin(micro_batches, loss, seeds)
         numbers = torch.arange(len(self._step.batches))
@@ -203,9 +205,10 @@ class PipelineEngine(Engine):
         ]
 
     def _build_schedule(self) -> Any:
-        """The schedule of a step with ``_scheduled`` micro-batches."""
+        """The schedule of this pipeline in a step with ``_scheduled`` micro-batches."""
         assert self._config.pipeline is not None
-        return build_schedule(self._config.pipeline, self._numbered_stages(self._config), self._scheduled)
+        own = self._scheduled[self._mesh.dims.dp_rank]
+        return build_schedule(self._config.pipeline, self._numbered_stages(self._config), own)
 
     def _shape(self, number: int) -> torch.Size:
         return self._step.batches[number].input_ids.shape

@@ -52,11 +52,11 @@ class GradientReducer:
         that, too.
         """
 
-    def end_pass(self, passes: int, part: int = 0) -> None:
+    def end_pass(self, passes: tuple[int, ...], part: int = 0) -> None:
         """Ends a backward pass, of one micro-batch or of those that take turns.
 
         Args:
-            passes: of a step on this rank.
+            passes: of the step, on each rank along ``dp``.
             part: whose gradients are complete, see ``divide``.
         """
 

@@ -38,10 +38,11 @@ class SlicedPipelineEngine(PipelineEngine):
 
     def _build_schedule(self) -> Any:
         # The slices of a row may not depend on the number of pipelines if its sums do not.
-        of_slices = self._scheduled * (self._mesh.dims.dp if self._reducer.measures_sums else 1)
+        own = self._scheduled[self._mesh.dims.dp_rank]
+        of_slices = sum(self._scheduled) if self._reducer.measures_sums else own
         self._choice = SliceChoice(self._config, of_slices)
         [stage] = self._numbered_stages(self._config)
-        return SlicedSchedule(stage, self._scheduled * self._choice.most)
+        return SlicedSchedule(stage, own * self._choice.most)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> None:
         """See ``PipelineEngine.accumulate``."""
@@ -72,7 +73,8 @@ class SlicedPipelineEngine(PipelineEngine):
         if self._config.m6.training.ep_size == 1:
             return cuts
         numbers = torch.tensor([len(each) for each in cuts], device=self._device)
-        group = self._expert_group if self._reducer.measures_sums else self.replicas
+        is_uneven = len(set(self._scheduled)) > 1  # then other groups have other micro-batches
+        group = self._expert_group if self._reducer.measures_sums or is_uneven else self.replicas
         dist.all_reduce(numbers, dist.ReduceOp.MIN, group=group)
         return [thinned(each, number) for each, number in zip(cuts, numbers.tolist(), strict=True)]
 

@@ -51,10 +51,10 @@ class TensorEngine(Engine):
         }
         self._lent: dict[_Key, Fragment] = {}
 
-    def begin_step(self, learning_rate: float) -> None:
+    def begin_step(self, learning_rate: float, shares: tuple[int, ...] | None = None) -> None:
         """See ``Engine.begin_step``."""
         self._lent.clear()  # a checkpoint has been written
-        super().begin_step(learning_rate)
+        super().begin_step(learning_rate, shares)
 
     def fragments(self, to_fill: bool = False) -> Iterator[Fragment]:
         """See ``Engine.fragments``; all ranks call it together."""

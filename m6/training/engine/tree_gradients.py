@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from m6.config.run import RunConfig
+from m6.config.sum_tree import TreeShape
 from m6.errors import UserError
 from m6.training.engine.handover import take_gradient
 from m6.training.engine.partitions import is_expert
 from m6.training.engine.reducer import GradientReducer
-from m6.training.engine.tree_sum import BranchSum, TreeShape, sum_over_ranks
-from m6.training.mesh import Mesh, ParallelDims, expert_group
+from m6.training.engine.tree_sum import BranchSum, sum_over_ranks
+from m6.training.mesh import Mesh, expert_group
 from m6.training.offloading.experts import OffloadedExperts
 
 
@@ -49,10 +50,11 @@ class TreeGradients(GradientReducer):
         """See ``GradientReducer.divide``."""
         self._parts = [list(part) for part in parts]
 
-    def end_pass(self, passes: int, part: int = 0) -> None:
+    def end_pass(self, passes: tuple[int, ...], part: int = 0) -> None:
         """See ``GradientReducer.end_pass``."""
         if part not in self._branches:
-            self._branches[part] = BranchSum(tree_shape(passes, self._mesh.dims).run)
+            dims = self._mesh.dims
+            self._branches[part] = BranchSum(TreeShape(passes[:: dims.ep], dims.ep), dims.dp_rank // dims.ep)
         leaf = [take_gradient(parameter) for parameter in self._parts[part]]
         if self._offloaded is not None:
             leaf += self._offloaded.runtime.take_gradients()
@@ -65,7 +67,7 @@ class TreeGradients(GradientReducer):
         of_parameters: dict[nn.Parameter, Tensor] = {}
         of_offloaded: list[Tensor] = []
         for part, parameters in enumerate(self._parts):
-            sums = self._over_ranks(parameters, branches[part].finish())
+            sums = self._over_ranks(parameters, branches.pop(part))
             for parameter, total in zip(parameters, sums, strict=False):
                 other = of_parameters.get(parameter)
                 of_parameters[parameter] = total if other is None else other.add_(total)
@@ -75,22 +77,22 @@ class TreeGradients(GradientReducer):
             self._offloaded.runtime.put_gradients(of_offloaded)
         return of_parameters
 
-    def _over_ranks(self, parameters: list[nn.Parameter], branch: list[Tensor]) -> list[Tensor]:
+    def _over_ranks(self, parameters: list[nn.Parameter], own: BranchSum) -> list[Tensor]:
         """The sums of a part over all ranks: of parameters, and of offloaded experts behind them."""
         found: dict[int, Tensor] = {}
-        groups, size = self._mesh.dims.edp, self._mesh.dims.ep
+        shape, branches = own.shape, own.finish()
+        tensors = range(len(branches[0]))
         for of_experts in (False, True):
             # Without expert parallelism every rank has all experts.
             split = of_experts and self._same_experts is not None
             chosen = [
-                index
-                for index in range(len(branch))
-                if (index >= len(parameters) or is_expert(parameters[index])) == of_experts
+                index for index in tensors if (index >= len(parameters) or is_expert(parameters[index])) == of_experts
             ]
-            order, group = ((groups, 1), self._same_experts) if split else ((groups, size), self._mesh.replicas)
-            sums = sum_over_ranks([branch[index] for index in chosen], order, group, self._mesh.device)
-            found |= dict(zip(chosen, sums, strict=True))
-        return [found[index] for index in range(len(branch))]
+            group = self._same_experts if split else self._mesh.replicas
+            of_chosen = [[branch[index] for index in chosen] for branch in branches]
+            order = TreeShape(shape.shares) if split else shape
+            found |= dict(zip(chosen, sum_over_ranks(of_chosen, order, group, self._mesh.device), strict=True))
+        return [found[index] for index in tensors]
 
 
 def check_device(config: RunConfig, device: torch.device) -> None:
@@ -100,8 +102,3 @@ def check_device(config: RunConfig, device: torch.device) -> None:
             'm6.training.deterministic "any_world": the gradient of max pooling, which m6.model.patch_encoder "resnet" '
             'needs, adds up in no fixed order on a GPU; use patch_encoder "linear", or leave one of them out'
         )
-
-
-def tree_shape(passes: int, dims: ParallelDims) -> TreeShape:
-    """The tree of a step in which a rank has so many backward passes."""
-    return TreeShape(passes * dims.edp, dims.edp, dims.ep)

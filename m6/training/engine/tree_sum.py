@@ -1,117 +1,105 @@
-"""Sums over micro-batches in an order that does not depend on the number of ranks.
-
-The leaves are the micro-steps of a global batch: a micro-step is one micro-batch of each rank of an expert-parallel
-group. They are o x 2^k in number, with o odd. Each run of o neighbours is added in order, the 2^k results pairwise. A
-rank has a contiguous part of the leaves, so that it adds up a whole branch of the tree if the expert-parallel groups
-are 2^j in number with j <= k. The virtual workers of EasyScale (arXiv 2208.14228) are these leaves.
-"""
+"""Adds up gradients of micro-batches along the tree of ``m6.config.sum_tree``, whatever ranks have its leaves."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from m6.config.sum_tree import Branch, TreeShape, halves
 from m6.training.reduction.buckets import buckets
 
 
-@dataclass(frozen=True)
-class TreeShape:
-    """Where a rank stands in the tree.
-
-    Attributes:
-        leaves: micro-steps of a global batch.
-        groups: expert-parallel groups.
-        group_size: ranks of one.
-    """
-
-    leaves: int
-    groups: int
-    group_size: int
-
-    @property
-    def run(self) -> int:
-        """o: neighbours that are added in order."""
-        return self.leaves // (self.leaves & -self.leaves)
-
-
 class BranchSum:
-    """Adds up the leaves of one rank, in their order; holds one partial sum for each level of the branch.
+    """Adds up the leaves of one rank, in their order; holds one partial sum for each branch that is not complete.
 
     Args:
-        run: see ``TreeShape.run``.
+        shape: of the tree.
+        group: the expert-parallel group of the rank.
     """
 
-    def __init__(self, run: int) -> None:
-        self._run = run
-        self._leaves = 0
-        # Partial sums with the number of runs in them: 4, 2, 1 after 7 runs. The last one may be incomplete.
-        self._partial: list[tuple[int, list[Tensor]]] = []
+    def __init__(self, shape: TreeShape, group: int) -> None:
+        self.shape, self._group = shape, group
+        self._next, _ = shape.part(group)
+        self._partial: list[list[Tensor]] = []
 
     def add(self, leaf: list[Tensor]) -> None:
         """Adds a leaf, whose tensors belong to this object afterwards."""
-        if self._leaves % self._run:
-            torch._foreach_add_(self._partial[-1][1], leaf)
-        else:
-            self._partial.append((1, leaf))
-        self._leaves += 1
-        if self._leaves % self._run == 0:
-            while len(self._partial) > 1 and self._partial[-1][0] == self._partial[-2][0]:
-                runs, right = self._partial.pop()
-                _, left = self._partial.pop()
-                torch._foreach_add_(left, right)
-                self._partial.append((2 * runs, left))
+        self._partial.append(leaf)
+        for _ in range(self.shape.joins(self._group, self._next)):
+            right = self._partial.pop()
+            torch._foreach_add_(self._partial[-1], right)
+        self._next += 1
 
-    def finish(self) -> list[Tensor]:
-        """The sum of the branch; the next leaf begins another one."""
-        ((_, total),) = self._partial
-        self._partial, self._leaves = [], 0
-        return total
+    def finish(self) -> list[list[Tensor]]:
+        """The sums of the rank's branches, in their order."""
+        _, end = self.shape.part(self._group)
+        assert self._next == end, f"{end - self._next} leaves are missing"
+        return self._partial
 
 
 def sum_over_ranks(
-    tensors: Sequence[Tensor], order: tuple[int, int], group: dist.ProcessGroup | None, device: torch.device
+    branches: Sequence[Sequence[Tensor]], shape: TreeShape, group: dist.ProcessGroup | None, device: torch.device
 ) -> list[Tensor]:
     """Adds tensors up over the ranks of a group, in the order of the tree.
 
     Each rank gets a part of every rank's elements, adds them up, and sends the sum to all. That takes as many bytes as
-    an all-reduce, whose order depends on the number of ranks.
+    an all-reduce, whose order depends on the number of ranks, and for each further branch of a rank half as many.
 
     Args:
-        tensors: fp32, of equal shapes on all ranks.
-        order: (groups, group_size): the ranks of ``group`` in rows of ``group_size``. Columns are added pairwise, then
-            the sums of the columns in order.
+        branches: of this rank, each with fp32 tensors of equal shapes on all ranks.
+        shape: the ranks of ``group`` in rows of ``group_size``. Columns are added along the tree, then the sums of the
+            columns in order.
         group: None: all ranks.
         device: on which the group exchanges tensors.
 
     Returns:
-        tensors of the same shapes, on the devices of ``tensors``.
+        tensors of the same shapes, on the devices of ``branches``.
     """
-    ranks = order[0] * order[1]
-    if ranks == 1:
-        return list(tensors)
+    if shape.ranks == 1:
+        return list(branches[0])
+    held = [len(shape.branches(row)) for row in range(len(shape.shares)) for _ in range(shape.group_size)]
     found: list[Tensor] = []
-    for bucket in buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket])
-        padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
-        received = torch.empty_like(padded)
-        dist.all_to_all_single(received, padded, group=group)
-        part = _tree(received.view(*order, -1))
-        dist.all_gather(list(padded.chunk(ranks)), part, group=group)
-        sums = padded[: len(flat)].split([tensor.numel() for tensor in bucket])
-        found += [total.view_as(tensor).to(tensor.device) for total, tensor in zip(sums, bucket, strict=True)]
+    for bucket in zip(*map(buckets, branches), strict=True):
+        flat = torch.stack([torch.cat([each.reshape(-1).to(device) for each in tensors]) for tensors in bucket])
+        numel = flat.shape[1]
+        padded = torch.nn.functional.pad(flat, (0, -numel % shape.ranks))
+        chunk = padded.shape[1] // shape.ranks
+        sent = padded.view(len(bucket), shape.ranks, chunk).transpose(0, 1).contiguous()
+        received = sent.new_empty(sum(held), chunk)
+        dist.all_to_all_single(received, sent.view(-1, chunk), held, [len(bucket)] * shape.ranks, group=group)
+        whole = sent.new_empty(shape.ranks, chunk)
+        dist.all_gather(list(whole.unbind()), _tree(received, shape), group=group)
+        sums = whole.view(-1)[:numel].split([tensor.numel() for tensor in bucket[0]])
+        found += [total.view_as(tensor).to(tensor.device) for total, tensor in zip(sums, bucket[0], strict=True)]
     return found
 
 
-def _tree(parts: Tensor) -> Tensor:
-    """[G, E, n] -> [n]: neighbours of the first dimension are added until one is left, then the second in order."""
-    while len(parts) > 1:
-        parts = parts[0::2] + parts[1::2]
-    columns = parts[0]
-    total = columns[0].clone()
-    for column in columns[1:]:
-        total += column
+def _tree(sums: Tensor, shape: TreeShape) -> Tensor:
+    """[branches of all ranks, n] -> [n]: each place of the groups along the tree, then the places in order."""
+    groups = range(len(shape.shares))
+    rows = iter(sums)
+    of_ranks = {
+        (group, place): list(itertools.islice(rows, len(shape.branches(group))))
+        for group in groups
+        for place in range(shape.group_size)
+    }
+    names = [branch for group in groups for branch in shape.branches(group)]
+    total: Tensor | None = None
+    for place in range(shape.group_size):
+        column = [each for group in groups for each in of_ranks[group, place]]
+        of_place = _total(dict(zip(names, column, strict=True)), (0, shape.leaves))
+        total = of_place if total is None else total.add_(of_place)
+    assert total is not None
     return total
+
+
+def _total(sums: dict[Branch, Tensor], branch: Branch) -> Tensor:
+    """The sum of a branch, from those of branches inside of it; it takes the place of one of them."""
+    if branch in sums:
+        return sums[branch]
+    left, right = halves(branch)
+    return _total(sums, left).add_(_total(sums, right))

@@ -41,6 +41,8 @@ def announcements(
             yield config.pipeline.describe(config.model.num_layers)
         if config.tensor is not None:
             yield config.tensor.describe()
+        if shares := config.division(world_size).describe(config.deepspeed.train_batch_size):
+            yield shares
         for name, sharing in stages:
             yield f"{name}{describe_memory(predict_memory(config, world_size, shape, sharing))}"
         if memory_map:

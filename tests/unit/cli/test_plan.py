@@ -102,7 +102,10 @@ def test_a_file_is_no_folder_for_a_plan(tmp_path: Path, monkeypatch: pytest.Monk
     [
         (("--cluster", "a100_80g_128"), 'did you mean "a100_80g_x128"'),
         (("--cluster", "a100_80g_x128", "--world", "12"), "nodes of 8; take whole nodes"),
-        (("--cluster", "a100_80g_x128", "--world", "256"), "train_batch_size 64 is not a multiple of 256 devices"),
+        (
+            ("--cluster", "a100_80g_x128", "--world", "256"),
+            "64 has fewer samples than there are devices, 256",
+        ),
         (("--cluster", "a100_v100_mixed", "--world", "256"), "256 devices: .* has 128"),
         (("--cluster", "a100_80g_x128", "--force", "zero=1"), "--force zero=1: expected NAME=VALUE"),
         (("--cluster", "a100_80g_x128", "--profile", "none.json"), "none.json: no such file"),

@@ -136,7 +136,7 @@ def test_what_has_an_effect_is_accepted_and_passed_on(document: dict[str, Any], 
     settings = split_deepspeed(document)
     assert (settings.zero_stage, settings.precision) == (stage, precision)
     assert document == before
-    sent = settings.engine_config(replicas=1)
+    sent = settings.engine_config(settings.train_batch_size // settings.micro_batch_size, replicas=1)
     for key in document.keys() - {"optimizer", "gradient_clipping"}:
         assert sent[key] == document[key]
     assert sent["gradient_clipping"] == (1.0 if stage else 0.0)

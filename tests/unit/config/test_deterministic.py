@@ -34,21 +34,17 @@ def test_pooling_on_a_gpu(folder: Path):
     check_device(linear, torch.device("cuda"))
 
 
-def test_a_number_of_ranks_without_whole_branches(folder: Path):
+def test_any_number_of_ranks_that_have_a_micro_batch_each(folder: Path):
     run = config(folder, train_batch_size=24)
-    for world_size in (1, 2, 4):
+    for world_size in range(1, 13):
         check_world_size(run, world_size)
-    message = "train_batch_size 24: .* on 3 ranks: 12 micro-steps of 1 micro-batch have the same sums on 1, 2, 4 ranks"
-    with pytest.raises(UserError, match=message):
-        check_world_size(run, 3)
+    with pytest.raises(UserError, match="train_batch_size 24: it makes 12 micro-batches of 2, fewer than the 13 ranks"):
+        check_world_size(run, 13)
     shared = config(folder, train_batch_size=24, m6__training__ep_size=2, m6__moe={"num_experts": 4})
-    check_world_size(shared, 4)
-    with pytest.raises(UserError, match="6 micro-steps of 2 micro-batches have the same sums on 2, 4 ranks"):
-        check_world_size(shared, 6)
+    check_world_size(shared, 6)
     stages = config(folder, train_batch_size=24, m6__parallel__pipeline={"num_ranks": 2})
-    check_world_size(stages, 8)
-    with pytest.raises(UserError, match=r"on 6 ranks: 12 micro-steps of 1 micro-batch .* sums on 2, 4, 8 ranks"):
-        check_world_size(stages, 6)
+    for world_size in (2, 6, 8, 10):
+        check_world_size(stages, world_size)
     turns = config(
         folder,
         train_batch_size=8,
@@ -100,11 +96,8 @@ def test_an_elastic_run_keeps_what_its_sums_depend_on(folder: Path, name: str):
 def test_the_planner_offers_nothing_else(folder: Path):
     feasibility = Feasibility(config(folder, train_batch_size=24))
     assert feasibility.refusal(ParallelLayout(4, 1, zero_stage=1, micro_batch_size=2)) is None
-    for layout, kind in (
-        (ParallelLayout(3, 1, zero_stage=1, micro_batch_size=2), "ranks"),
-        (ParallelLayout(4, 1, zero_stage=2, micro_batch_size=2), "configuration"),
-    ):
-        found = feasibility.refusal(layout)
-        assert found is not None
-        assert found.kind == kind
-        assert "any_world" in found.reason
+    assert feasibility.refusal(ParallelLayout(3, 1, zero_stage=1, micro_batch_size=2)) is None
+    found = feasibility.refusal(ParallelLayout(4, 1, zero_stage=2, micro_batch_size=2))
+    assert found is not None
+    assert found.kind == "configuration"
+    assert "any_world" in found.reason

@@ -137,15 +137,20 @@ WORLDS = {
         {"m6__training__ep_size": 4},
         r"ep_size 4 does not divide the 2 ranks that hold the same stage.*use ep_size 2",
     ),
-    "few micro-batches": (ZBV, 4, {"train_batch_size": 12}, r"train_batch_size 12: .*needs 4 .*has 3; use 16"),
-    "few for 1F1B": ({"num_ranks": 4}, 4, {"train_batch_size": 4}, r"needs 4 .*has 2; use 8"),
+    "few micro-batches": (
+        ZBV,
+        4,
+        {"train_batch_size": 12},
+        r"train_batch_size 12: .*needs 4 .*has 3; try .*_gpu 1, or .* 16",
+    ),
+    "few for 1F1B": ({"num_ranks": 4}, 4, {"train_batch_size": 4}, r"needs 4 .*has 2; try .*_gpu 1, or .* 8"),
     "rounds": (
         {"num_ranks": 2, "schedule": "interleaved_1f1b"},
         2,
         {"train_batch_size": 10},
-        r"a multiple of 2 .*has 5; use 12",
+        r"a multiple of 2 .*has 5; try .*_gpu 1, or .* 12",
     ),
-    "batch": (PLAIN, 4, {"train_batch_size": 10}, r"train_batch_size 10 is not a multiple"),
+    "batch": (PLAIN, 4, {"train_batch_size": 9}, r"train_batch_size 9: it is not a multiple"),
 }
 
 

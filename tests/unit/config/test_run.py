@@ -178,9 +178,25 @@ def test_a_missing_key_is_named(folder: Path, key: str):
 
 
 FITTING = [
-    ({"train_batch_size": 7}, {}, r"train_batch_size 7 .*2 x 1 ranks = 2; try .*_per_gpu 1, or train_batch_size 8"),
-    ({}, {"WORLD_SIZE": "3"}, r"train_batch_size 8 .*2 x 3 ranks = 6; try train_batch_size 6"),
-    ({"train_batch_size": 1}, {}, r"train_batch_size 1 .*try train_micro_batch_size_per_gpu 1, or train_batch_size 2"),
+    ({"train_batch_size": 7}, {}, r"train_batch_size 7: .*_per_gpu 2; try .*_per_gpu 1, or train_batch_size 8"),
+    ({}, {"WORLD_SIZE": "5"}, r"train_batch_size 8: .*4 micro-batches of 2, fewer than the 5 ranks; try .*_per_gpu 1"),
+    (
+        {"zero_optimization.stage": 2},
+        {"WORLD_SIZE": "3"},
+        r"train_batch_size 8: .*2 x 3 ranks = 6, and zero_optimization.stage 2 adds up .*; try train_batch_size 6",
+    ),
+    (
+        {"m6.parallel.shares": [3, 2, 1]},
+        {"WORLD_SIZE": "4"},
+        r"train_batch_size 8: m6.parallel.shares \[3, 2, 1\] has 3 numbers, .* 4 ranks .*; leave it out for 1 on each",
+    ),
+    (
+        {"train_batch_size": 16, "m6.parallel.shares": [4, 2, 2, 1], "m6.training.ep_size": 2},
+        {"WORLD_SIZE": "4"},
+        r"train_batch_size 16: \(1\) .* gives 4 ranks 9 micro-batches, but the step has 8; \(2\) .* gives 4, 2 to "
+        r"ranks 0 to 1, which exchange tokens .*; set m6.parallel.shares=\[3, 1\], or leave it out for 2 on each",
+    ),
+    ({"train_batch_size": 1}, {}, r"train_batch_size 1: .*try train_micro_batch_size_per_gpu 1, or train_batch_size 2"),
     ({"gradient_accumulation_steps": 3}, {}, r"gradient_accumulation_steps 3 contradicts .* = 4; leave it out"),
     ({"m6.training.ep_size": 2}, {}, r"ep_size 2 does not divide the world size 1"),
     ({"m6.training.ep_size": 4, "m6.moe.num_experts": 6}, {"WORLD_SIZE": "4"}, r"ep_size 4 .*num_experts 6"),
@@ -320,7 +336,7 @@ def test_defaults_and_what_deepspeed_gets(folder: Path):
     assert settings.optimizer_params == {"lr": 1e-3, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
     assert (settings.zero_stage, settings.precision) == (0, "fp32")
     # At stage 0 the trainer clips, and the optimizer is always built by it.
-    sent = settings.engine_config(replicas=2)
+    sent = settings.engine_config(2, replicas=2)
     assert sent["gradient_accumulation_steps"] == 2
     assert sent["gradient_clipping"] == 0.0
     assert "optimizer" not in sent
@@ -331,4 +347,4 @@ def test_defaults_and_what_deepspeed_gets(folder: Path):
 def test_accumulation_follows_from_the_batch_sizes(folder: Path, world_size: int, accumulation: int):
     config = parse_config(tiny_document(folder))
     check_world_size(config, world_size)
-    assert config.deepspeed.accumulation_steps(world_size) == accumulation
+    assert config.accumulation_steps(world_size) == accumulation

@@ -19,7 +19,7 @@ from m6.config.run import RunConfig, load_config, parse_config
 from m6.planning.cost.communication_time import tensor_block_s
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
-from m6.planning.machine.cluster import RankGroup, load_cluster
+from m6.planning.machine.cluster import Cluster, RankGroup, load_cluster
 from m6.planning.machine.profile import Profile
 from m6.planning.search.alternatives import alternatives, delay_line, flushless_line
 from m6.planning.search.configuration import configure, layout_of, parse_forced
@@ -51,12 +51,22 @@ def test_slices_are_advised_only_where_they_win():
     assert "with 2 micro-batches in a step: rows that may be cut anywhere would not be faster" in advice[1]
 
 
-def test_unequal_devices_would_take_unequal_shares():
-    subject = planner("m6_base", "a100_v100_mixed", "train_batch_size=512")
-    [line] = [line for line in alternatives(subject, subject.search()) if "Whale" in line]
-    faster, slower = (int(found) for found in re.search(r"(\d+) on \S+, (\d+) on", line).groups())  # type: ignore[union-attr]
+def test_unequal_devices_take_unequal_shares():
+    subject = planner("m6_base", "a100_v100_mixed", "train_batch_size=512", forced={"pp_size": 1})
+    result = subject.search()
+    [line] = [line for line in alternatives(subject, result) if "m6.parallel.shares" in line]
+    faster, slower = result.best.layout.shares
     assert faster > slower
-    assert re.search(r"would take -\d+\.\d% of the time", line)
+    assert re.search(r"equal ones change the time of a step by \+\d+\.\d%", line)
+    assert configure(subject.config, result.best.layout)["m6"]["parallel"]["shares"] == [faster, slower]
+    # Each type of devices ends its passes at its own time, and the step is that of the last one.
+    layout = result.best.layout
+    fast, slow = (subject.changed(cluster=Cluster(name="alone", nodes=[each])) for each in subject.cluster.nodes)
+    seconds = [
+        share * (alone.time.compute(layout).compute + alone.time.exchange(layout))
+        for share, alone in ((faster, fast), (slower, slow))
+    ]
+    assert result.best.time.compute + result.best.time.exchange == pytest.approx(max(seconds))
 
 
 LAYOUT = ParallelLayout(

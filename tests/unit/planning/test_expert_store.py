@@ -50,7 +50,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 def test_host_bytes_are_those_of_the_store(tmp_path: Path, changes: dict[str, Any], offload: dict[str, Any]):
     config = parse_config(tiny_document(tmp_path, m6__offload={"device_budget_mib": 64.0, **offload}, **changes))
     model = fold(config.model)
-    store = ExpertStore.of(config, config.deepspeed.accumulation_steps(1), shared=False)
+    store = ExpertStore.of(config, config.accumulation_steps(1), shared=False)
     [block] = [block for block, _, _ in model.blocks if block.experts]
     shapes = [block.shapes[index] for index in sorted(block.experts)]
     matrices = {str(index): shape[1:] for index, shape in enumerate(shapes)}

@@ -94,7 +94,10 @@ def test_streaming_is_feasible_if_the_validation_accepts_it(tmp_path: Path, chan
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
-        (ParallelLayout(6, zero_stage=1), "batch"),  # 1024 is not a multiple of 6
+        (ParallelLayout(6, zero_stage=1), None),
+        (ParallelLayout(6, zero_stage=2), "batch"),  # 2048 is not a multiple of 6
+        (ParallelLayout(6, zero_stage=1, shares=(400, 288, 340, 340, 340, 340)), None),
+        (ParallelLayout(6, zero_stage=1, shares=(200, 144)), "batch"),  # 3 x 344 micro-batches of 2048
         (replace(BASE, ep_size=3), "experts"),
         (replace(BASE, tp_size=3), "ranks"),
         (replace(BASE, pp_size=5), "ranks"),

@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def states_of_engine(config: RunConfig) -> dict[str, int]:
     """What an engine holds after the last micro-batch of its first step, and after the step; the fullest rank."""
     runtime = start()
-    accumulation = config.deepspeed.accumulation_steps(runtime.world_size)
+    accumulation = config.accumulation_steps(runtime.world_size)
     engine, data = build_engine(config, runtime), open_data(config)
     batches = [data.micro_batch(index * runtime.world_size + runtime.rank) for index in range(accumulation)]
     backward = engine.backward
@@ -143,14 +143,14 @@ def assert_own_sums_are_those_of_an_engine(documents: dict[str, dict[str, Any]])
     for name, document in documents.items():
         config, world_size = parse_config(document), start().world_size
         engine, data = build_engine(config, start()), open_data(config)
-        accumulation = config.deepspeed.accumulation_steps(world_size)
+        accumulation = config.accumulation_steps(world_size)
         batches, most = [data.micro_batch(index) for index in range(accumulation)], 0
 
         def loss(_: Any, output: Any, engine: Any = engine) -> torch.Tensor:
             nonlocal most
             if isinstance(engine._reducer, TreeGradients):
                 partial = (each for branch in engine._reducer._branches.values() for each in branch._partial)
-                most = max(most, sum(each.nbytes for _, tensors in partial for each in tensors))
+                most = max(most, sum(each.nbytes for tensors in partial for each in tensors))
             return output.target_losses.sum() + output.aux_loss
 
         for _ in range(2):  # the first step makes the optimizer's state

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from m6.config.run import RunConfig, parse_config
+from m6.config.shares import apportion
 from m6.errors import UserError
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.folding import fold
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.schedules import StageSeconds, most_under_way, orders_of, run_clock, sliced_orders
-from m6.planning.cost.slices import SliceChoice, share_rows, slice_tokens, slice_work
+from m6.planning.cost.slices import SliceChoice, slice_tokens, slice_work
 from m6.planning.cost.work import work_of
 from m6.training.engine.sliced_pipeline import thinned
 from tests.fixtures.tiny_run import tiny_document
@@ -75,9 +76,9 @@ def test_shares_are_the_best_of_all(seed: int):
     capacities = [generator.randrange(0, 8) for _ in range(devices)]
     if sum(capacities) < rows:
         with pytest.raises(UserError, match="do not fit"):
-            share_rows(rows, speeds, capacities)
+            apportion(rows, speeds, capacities)
         return
-    shares = share_rows(rows, speeds, capacities)
+    shares = apportion(rows, speeds, capacities)
     assert sum(shares) == rows
     assert all(share <= capacity for share, capacity in zip(shares, capacities, strict=True))
     best = min(

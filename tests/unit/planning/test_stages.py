@@ -5,6 +5,7 @@ import math
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,8 +149,9 @@ def test_no_plan_is_slower_than_that_of_a_part_of_the_devices(seed: int):
 
 
 def test_slow_devices_are_left_out_where_they_would_slow_the_others_down():
-    """All 128 devices of this cluster take longer for a step than its 64 faster ones."""
-    mixed, fast = planner("m6_100b", "a100_v100_mixed"), planner("m6_100b", "a100_v100_mixed", world=64)
+    """With equal shares all 128 devices of this cluster take longer for a step than its 64 faster ones."""
+    equal: dict[str, Any] = {"forced": {"shares": ()}}
+    mixed, fast = (planner("m6_100b", "a100_v100_mixed", world=world, **equal) for world in (None, 64))
     plan, alone = plan_run(mixed), fast.search().best
     assert plan.results[0].best == alone
     slow = mixed.search().best

@@ -1,0 +1,254 @@
+"""How the micro-batches of a step are divided over ranks, and the key ``m6.parallel.shares``.
+
+Each rank has a contiguous part of a step. Parts are equal as far as the batch allows, or as a run states them: Whale
+(arXiv 2011.09208) gives unlike devices shares in proportion to their speeds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from m6.config.pipeline import PipelineSettings
+from m6.errors import UserError
+
+KEY = "m6.parallel.shares"
+
+
+def apportion(
+    number: int, speeds: Sequence[float], capacities: Sequence[int] | None = None, least: int = 0
+) -> list[int]:
+    """Divides units of work over unequal workers so that the last one ends early: Whale, algorithm 1.
+
+    Each unit goes to the worker that would end first with it. This is optimal if a unit takes a constant time on each.
+    Units as many as the sum of whole speeds are divided into just these.
+
+    Args:
+        number: of units.
+        speeds: units a second of each worker.
+        capacities: the most units of each; None: any number.
+        least: units that each one has.
+
+    Raises:
+        UserError: the workers cannot hold so many units.
+    """
+    limits = [number] * len(speeds) if capacities is None else list(capacities)
+    if sum(limits) < number:
+        raise UserError(f"{number} rows do not fit devices that hold {sum(limits)}")
+    found = [least] * len(speeds)
+    ends = [((least + 1) / speed, worker) for worker, speed in enumerate(speeds) if limits[worker] > least]
+    heapq.heapify(ends)
+    for _ in range(number - sum(found)):
+        _, first = heapq.heappop(ends)
+        found[first] += 1
+        if found[first] < limits[first]:
+            heapq.heappush(ends, ((found[first] + 1) / speeds[first], first))
+    return found
+
+
+@dataclass(frozen=True)
+class Division:
+    """Divides the micro-batches of a step over the ranks that read different ones.
+
+    Attributes:
+        micro_batch_size: samples of a micro-batch.
+        ranks: that read different micro-batches, in the order of their parts of a step.
+        ep_size: neighbours that exchange tokens, so that they compute equally many micro-batches.
+        at_once: micro-batches of a rank that take turns.
+        stated: ``m6.parallel.shares``; None: equal shares, as far as possible.
+        pipeline: through which the micro-batches of a rank pass.
+        equal_for: why all ranks need as many micro-batches, as clauses; empty: they do not.
+    """
+
+    micro_batch_size: int
+    ranks: int
+    ep_size: int = 1
+    at_once: int = 1
+    stated: tuple[int, ...] | None = None
+    pipeline: PipelineSettings | None = None
+    equal_for: tuple[str, ...] = ()
+
+    @property
+    def groups(self) -> int:
+        """Groups of ``ep_size`` ranks."""
+        return self.ranks // self.ep_size
+
+    @property
+    def unit(self) -> int:
+        """The least number of micro-batches that a group can compute."""
+        return self.ep_size * self.at_once
+
+    def shares(self, samples: int) -> tuple[int, ...]:
+        """The micro-batches of each rank in a step of so many samples, which has no refusal.
+
+        A batch of another size than that of the stated shares is divided in proportion to them.
+        """
+        number = samples // self.micro_batch_size
+        units = number // self.unit
+        if self.stated is None:
+            each, more = divmod(units, self.groups)
+            of_groups = [each + 1] * more + [each] * (self.groups - more)
+        else:
+            own = self._stated_shares()
+            if sum(own) == number:
+                return own
+            speeds = [sum(own[first : first + self.ep_size]) for first in range(0, self.ranks, self.ep_size)]
+            of_groups = apportion(units, speeds, least=1)
+        return tuple(self.at_once * count for count in of_groups for _ in range(self.ep_size))
+
+    def most(self, samples: int) -> int:
+        """The micro-batches of the rank with most of them."""
+        if self.stated is None:
+            return -(-samples // (self.micro_batch_size * self.unit * max(1, self.groups))) * self.at_once
+        return max(self.shares(samples))
+
+    def _stated_shares(self) -> tuple[int, ...]:
+        """The stated share of each rank."""
+        assert self.stated is not None
+        block = self.ranks // len(self.stated)
+        return tuple(share for share in self.stated for _ in range(block))
+
+    # What cannot be divided
+
+    def check(self, key: str, samples: int, is_final: bool = True) -> None:
+        """Raises UserError with all reasons why the ranks cannot compute a batch, and the nearest setting.
+
+        Args:
+            key: that sets the batch, for the message.
+            is_final: whether the stated shares are those of this batch.
+        """
+        reasons = list(self.refusals(samples, is_final))
+        if not reasons:
+            return
+        name = f"{key} {samples}"
+        text = reasons[0] if len(reasons) == 1 else "; ".join(f"({n}) {each}" for n, each in enumerate(reasons, 1))
+        raise UserError(f"{name}: {text}; {self._remedy(key, samples)}")
+
+    def refusals(self, samples: int, is_final: bool = True) -> Iterator[str]:
+        """Why the ranks cannot compute a batch of so many samples: clauses; none if they can."""
+        micro, number = self.micro_batch_size, samples // self.micro_batch_size
+        if samples % micro:
+            yield f"it is not a multiple of train_micro_batch_size_per_gpu {micro}"
+            return
+        if self.stated is not None:
+            stated = list(self._refusals_of_stated(number, is_final))
+            yield from stated
+            if stated:
+                return
+        as_stated = self.stated is not None and sum(self._stated_shares()) == number
+        if not as_stated and (number % self.unit or number // self.unit < self.groups):
+            yield self._too_few(number)
+            return
+        shares = self.shares(samples)
+        if len(set(shares)) > 1 and self.equal_for:
+            per_step = micro * self.ranks * self.at_once
+            yield f"it is not a multiple of {self._product()} = {per_step}, and {' and '.join(self.equal_for)}"
+            return
+        for share in sorted(set(shares)):
+            refusal = None if self.pipeline is None else self.pipeline.micro_batches_refusal(share)
+            if refusal is not None:
+                yield refusal
+
+    def _refusals_of_stated(self, number: int, is_final: bool) -> Iterator[str]:
+        assert self.stated is not None
+        text = f"{KEY} {list(self.stated)}"
+        if self.ranks % len(self.stated):
+            yield f"{text} has {len(self.stated)} numbers, which do not divide the {self.ranks} ranks along dp"
+            return
+        own = self._stated_shares()
+        if is_final and sum(own) != number:
+            block = self.ranks // len(self.stated)
+            times = "" if block == 1 else f"; each of them is for {block} ranks"
+            yield f"{text} gives {self.ranks} ranks {sum(own)} micro-batches, but the step has {number}{times}"
+        for first in range(0, self.ranks, self.ep_size):
+            of_group = own[first : first + self.ep_size]
+            if len(set(of_group)) > 1:
+                yield (
+                    f"{text} gives {', '.join(map(str, of_group))} to ranks {first} to {first + self.ep_size - 1}, "
+                    f"which exchange tokens (m6.training.ep_size {self.ep_size}) and need equal numbers"
+                )
+                break
+        uneven = [share for share in own if share % self.at_once]
+        if uneven:
+            yield f"{text}: m6.training.micro_batches_at_once {self.at_once} does not divide {uneven[0]}"
+
+    def _product(self) -> str:
+        turns = f" x {self.at_once} micro_batches_at_once" if self.at_once > 1 else ""
+        return f"train_micro_batch_size_per_gpu {self.micro_batch_size} x {self.ranks} ranks{turns}"
+
+    def _too_few(self, number: int) -> str:
+        if self.unit == 1:
+            return f"it makes {number} micro-batches of {self.micro_batch_size}, fewer than the {self.ranks} ranks"
+        names = [
+            f"{name} {size}"
+            for name, size in (("m6.training.ep_size", self.ep_size), ("micro_batches_at_once", self.at_once))
+            if size > 1
+        ]
+        return (
+            f"it makes {number} micro-batches of {self.micro_batch_size}; they come in {' x '.join(names)}"
+            f"{'' if len(names) == 1 else f' = {self.unit}'}, and the {self.ranks} ranks need "
+            f"{self.unit * self.groups} or more"
+        )
+
+    def _remedy(self, key: str, samples: int) -> str:
+        """The nearest settings that work: shares, a smaller micro-batch, or a batch."""
+        without = replace(self, stated=None)
+        found = []
+        if self.stated is not None and not any(without.refusals(samples)):
+            shares = self._nearest_shares(samples)
+            if len(set(shares)) > 1 and not any(replace(self, stated=shares).refusals(samples)):
+                found.append(f"set {KEY}={list(shares)}")
+            found.append(f"leave it out for {', '.join(map(str, shortened(without.shares(samples))))} on each")
+        else:
+            smaller = (replace(without, micro_batch_size=size) for size in range(self.micro_batch_size - 1, 0, -1))
+            fitting = next((each for each in smaller if not any(each.refusals(samples))), None)
+            if fitting is not None:
+                found.append(f"try train_micro_batch_size_per_gpu {fitting.micro_batch_size}")
+            batch = without.nearest_batch(samples)
+            if batch is not None:
+                found.append(f"{'' if found else 'try '}{key} {batch}")
+        return ", or ".join(found) or "use fewer ranks"
+
+    def _nearest_shares(self, samples: int) -> tuple[int, ...]:
+        """Valid shares in proportion to the stated ones, as short as the key may be."""
+        assert self.stated is not None
+        number = samples // self.micro_batch_size
+        wanted = self.stated
+        if self.ranks % len(wanted):
+            wanted = tuple(wanted[rank * len(wanted) // self.ranks] for rank in range(self.ranks))
+        block = self.ranks // len(wanted)
+        whole = [share for share in wanted for _ in range(block)]
+        speeds = [sum(whole[first : first + self.ep_size]) for first in range(0, self.ranks, self.ep_size)]
+        of_groups = apportion(number // self.unit, speeds, least=1)
+        return shortened([self.at_once * count for count in of_groups for _ in range(self.ep_size)])
+
+    def nearest_batch(self, samples: int) -> int | None:
+        """The nearest batch without a refusal, at equal distance the larger one; None if there is none near."""
+        micro = self.micro_batch_size
+        number = round(samples / micro)
+        rounds = self.unit * self.groups * (1 if self.pipeline is None else 2 * self.pipeline.num_ranks)
+        for distance in range(max(number, 0) + 2 * rounds + 1):
+            for near in (number + distance, number - distance):
+                if near > 0 and not any(self.refusals(near * micro)):
+                    return near * micro
+        return None
+
+    def describe(self, samples: int) -> str:
+        """The shares in words, with the part of the time of passes that ranks wait; empty if they are equal."""
+        shares = self.shares(samples)
+        if len(set(shares)) == 1:
+            return ""
+        runs = [f"{share} on {shares.count(share)}" for share in sorted(set(shares), reverse=True)]
+        text = f"micro-batches of a step: {', '.join(runs)} of {self.ranks} ranks"
+        if self.stated is not None:
+            return text
+        waiting = 1 - sum(shares) / (max(shares) * self.ranks)
+        return f"{text}, which wait {waiting:.0%} of the passes on average; {KEY} divides them otherwise"
+
+
+def shortened(shares: Sequence[int]) -> tuple[int, ...]:
+    """The shortest list for ``m6.parallel.shares`` with these shares of all ranks."""
+    ends = [rank for rank in range(1, len(shares)) if shares[rank] != shares[rank - 1]]
+    return tuple(shares[:: math.gcd(len(shares), *ends)])
