@@ -15,16 +15,22 @@ from moe.exchange_steps import ExchangeStep, exchange_steps
 from moe.layer import MoELayer
 from moe.overlap import OverlappingDispatcher
 from moe.process_groups import group_of
+from moe.shared_tokens import SharedTokensDispatcher
 
 
-def apply_expert_parallelism(model: nn.Module, ep_size: int, equal_tokens: bool = False) -> None:
+def apply_expert_parallelism(
+    model: nn.Module,
+    ep_size: int,
+    equal_tokens: bool = False,
+    same_tokens: torch.distributed.ProcessGroup | None = None,
+) -> None:
     """Replaces every ``MoELayer`` of ``model`` by one that holds ``num_experts / ep_size`` of its experts.
 
     Rank r of a group of ``ep_size`` neighbouring ranks keeps the r-th part of the experts. The new layers are instances
     of ``deepspeed.moe.layer.MoE``, so DeepSpeed's engine averages gradients of experts only over the ranks that hold
     the same experts. Names of parameters do not change. The experts' parameters get the attributes ``allreduce=False``
     and ``group_name``, in addition to ``first_expert`` and ``num_global_experts``. The model may be on the meta device.
-    ``ep_size=1`` changes nothing. ``exchange_steps`` decides how tokens are exchanged.
+    ``ep_size=1`` changes nothing without ``same_tokens``. ``exchange_steps`` decides how tokens are exchanged.
 
     Call it on every rank, after ``deepspeed.init_distributed`` and before the optimizer is made. The optimizer's groups
     come from ``deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer``. ZeRO stages 0, 1 and 2 work.
@@ -39,12 +45,17 @@ def apply_expert_parallelism(model: nn.Module, ep_size: int, equal_tokens: bool 
     Args:
         equal_tokens: a promise that all ranks always call a layer with the same number of tokens, without padding, and
             that no token is dropped. The prototypes' exchange then does not wait for the device.
+        same_tokens: the neighbouring ranks, this one among them, that always call a layer with the same tokens, such as
+            those of a tensor group; None: all ranks have tokens of their own. Each of them then brings a part of the
+            tokens to the experts, and the parts of the experts are those of all ranks as before. So layers are also
+            replaced with ``ep_size`` 1: gradients of experts are summed over all ranks, and divided by the number of
+            ranks with different tokens, which DeepSpeed's ``mpu`` says.
 
     Raises:
         ValueError: ``ep_size`` does not divide the number of ranks or does not fit a layer, or the model has no
             ``MoELayer``.
     """
-    if ep_size == 1:
+    if ep_size == 1 and same_tokens is None:
         return
     world_size = torch.distributed.get_world_size()
     if ep_size < 1 or world_size % ep_size:
@@ -56,7 +67,11 @@ def apply_expert_parallelism(model: nn.Module, ep_size: int, equal_tokens: bool 
                 if layer not in replacements:
                     steps = exchange_steps(layer.config, ep_size)
                     new = _expert_parallel_layer_class()(layer, ep_size)
-                    new.dispatcher = _make_dispatcher(steps, _make_groups(steps, ep_size), layer.config, equal_tokens)
+                    if ep_size > 1:
+                        groups = _make_groups(steps, ep_size)
+                        new.dispatcher = _make_dispatcher(steps, groups, layer.config, equal_tokens)
+                    if same_tokens is not None:
+                        new.dispatcher = SharedTokensDispatcher(new.dispatcher, same_tokens)
                     replacements[layer] = new
                 setattr(parent, name, replacements[layer])
     if not replacements:

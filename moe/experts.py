@@ -69,6 +69,7 @@ class Experts(_FeedForward):
             "first_expert": first_expert,
             "allreduce": False,
             "group_name": group_name,
+            "tensor_model_parallel": True,  # DeepSpeed then counts them on each rank of a tensor group for the norm
         }
         for name, parameter in list(self.named_parameters()):
             # A clone, because a view would keep all experts in memory.
@@ -206,12 +207,20 @@ class SharedExperts(_FeedForward):
     def forward(self, tokens: Tensor) -> Tensor:
         """Computes the output [..., D] of tokens [..., D]."""
         tokens = tokens.to(autocast_dtype(tokens) or tokens.dtype)  # one converted copy for both linear maps
-        hidden = nn.functional.linear(tokens, self.w_in, self.b_in)
+        hidden = self._inner(tokens)
         if self.config.activation == "swiglu":
             gate, up = hidden.chunk(2, dim=-1)
             hidden = nn.functional.silu(gate) * up
         else:
             hidden = nn.functional.gelu(hidden) if self.config.activation == "gelu" else hidden.relu()
         hidden = nn.functional.dropout(hidden, self.config.expert_dropout, self.training)
-        output = nn.functional.linear(hidden, self.w_out, self.b_out)
+        output = self._outer(hidden)
         return output if self.w_gate is None else output * nn.functional.linear(tokens, self.w_gate).sigmoid()
+
+    # The two products, which a model may divide over ranks.
+
+    def _inner(self, tokens: Tensor) -> Tensor:
+        return nn.functional.linear(tokens, self.w_in, self.b_in)
+
+    def _outer(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.w_out, self.b_out)

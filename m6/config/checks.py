@@ -37,9 +37,9 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
     if config.pipeline is not None:
         _check_pipeline(config, config.pipeline, world_size)
     if config.tensor is not None:
-        _check_tensor(config.tensor, world_size)
-    ep_size, data_size = config.m6.training.ep_size, config.data_size(world_size)
-    if data_size % ep_size:
+        _check_tensor(config.tensor, config.pipeline_size, world_size)
+    ep_size = config.m6.training.ep_size
+    if world_size % ep_size:
         raise UserError(
             f"m6.training.ep_size {ep_size} does not divide the world size {world_size}; use a divisor of it"
         )
@@ -62,13 +62,16 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
             raise UserError(f"m6.moe and m6.training.ep_size: {error}") from None
 
 
-def _check_tensor(tensor: TensorSettings, world_size: int) -> None:
+def _check_tensor(tensor: TensorSettings, pipeline_size: int, world_size: int) -> None:
     size = tensor.num_ranks
-    if world_size % size:
-        more = -(-world_size // size) * size
+    if world_size % (pipeline_size * size):
+        more = -(-world_size // (pipeline_size * size)) * pipeline_size * size
+        ranks = f"the world size {world_size}"
+        if pipeline_size > 1:
+            ranks = f"the {world_size // pipeline_size} ranks that hold the same stage, world size {world_size}"
         raise UserError(
-            f"m6.parallel.tensor.num_ranks {size} does not divide the world size {world_size}; start {more} ranks, or "
-            "set m6.parallel.tensor=null"
+            f"m6.parallel.tensor.num_ranks {size} does not divide {ranks}; start {more} ranks, or set "
+            "m6.parallel.tensor=null"
         )
 
 

@@ -277,6 +277,11 @@ SHARES = Feature(
     lambda run: f"m6.parallel.shares {shares}" if len(set(shares := run.m6.parallel.shares or ())) > 1 else None,
     "leave m6.parallel.shares out, with a batch that the ranks divide",
 )
+TENSOR_OF_EXPERTS = _of(
+    "m6.parallel.tensor with m6.moe",
+    lambda run: run.m6.parallel.tensor is not None and run.m6.moe is not None,
+    "set m6.parallel.tensor=null",
+)
 OFFLOAD = _of("m6.offload", lambda run: run.stores_experts, "leave m6.offload out")
 HOST_BY_DEFAULT = _of(
     "m6.offload without m6.offload.optimizer",
@@ -293,9 +298,17 @@ HOST_ACTIVATIONS = _of("m6.offload.rules of activations", _activation_rules, "ke
 PSEUDO = _of("m6.pseudo_to_real", lambda run: run.m6.pseudo_to_real is not None, "leave m6.pseudo_to_real out")
 PLATEAU, CORRELATION = _switch("loss_plateau"), _switch("gradient_correlation")
 LORA = _of("m6.lora", lambda run: run.m6.lora is not None, "leave m6.lora out")
+LORA_OF_MATRICES = Feature(
+    'm6.lora.targets other than "experts"',
+    lambda run: (
+        f"m6.lora.targets {', '.join(others)}"
+        if run.m6.lora is not None and (others := [each for each in run.m6.lora.targets if each != "experts"])
+        else None
+    ),
+    'use m6.lora.targets ["experts"]',
+)
 INIT = _of("m6.init", lambda run: run.m6.init is not None, "fine-tune with a JSON of configs/finetune")
 SAMPLES = _of("m6.samples", lambda run: run.m6.samples is not None, "leave m6.samples out")
-EXPERTS = _of("m6.moe", lambda run: run.m6.moe is not None, "leave m6.moe out")
 CAPACITY = Feature(
     "m6.moe.capacity_factor",
     _value("m6.moe.capacity_factor", lambda run: run.moe.get("capacity_factor")),
@@ -316,19 +329,16 @@ BIAS = Feature(
     _value("m6.moe.balance_bias_rate", lambda run: run.moe.get("balance_bias_rate")),
     "leave m6.moe.balance_bias_rate out",
 )
+UNIT_DROPOUT = Feature(
+    "m6.moe.expert_dropout",
+    _value("m6.moe.expert_dropout", lambda run: run.moe.get("expert_dropout")),
+    "use m6.model.hidden_dropout",
+)
 SCORE_DROPOUT = Feature(
     "m6.model.attention_dropout",
     _value("m6.model.attention_dropout", lambda run: run.model.attention_dropout),
     "use m6.model.hidden_dropout",
 )
-
-
-def _experts_never_win(run: Run) -> str:
-    """has experts, which m6.training.ep_size divides already, with fewer elements between ranks"""
-    from m6.config.tensor import experts_reason
-
-    assert run.m6.parallel.tensor is not None
-    return f"is divided otherwise: {experts_reason(run.m6.parallel.tensor, run.m6, run.deepspeed, run.model)}"
 
 
 EQUAL_SHARES = Fact(
@@ -489,23 +499,29 @@ FACTS: tuple[Fact, ...] = (
         {SLICES: "cuts rows, so that each slice has loads and passes of its own"},
     ),
     Fact(
-        "whole matrices in an optimizer",
-        {NOT_ADAMW: "takes means or norms over whole matrices"},
+        "whole matrices on a rank",
+        {
+            NOT_ADAMW: "takes means or norms over whole matrices",
+            COMPRESSION: "compresses gradients of whole matrices",
+            LORA_OF_MATRICES: "puts adapters beside whole matrices",
+            ZERO_3: "divides each matrix over all ranks of the run",
+            HOST_STATES: "keeps states of whole matrices in host memory",
+            PSEUDO: "shares the weights of whole layers",
+        },
         {TENSOR: "gives a rank a part of each matrix"},
     ),
     Fact(
-        "whole heads and layers on a rank, in DeepSpeed's own engine",
+        "all heads and all tokens of a micro-batch on a rank",
         {
-            PIPELINE: "has an engine of its own, for whole layers",
-            ZERO_3: "divides weights already",
-            HOST_STATES: "keeps states of whole matrices in host memory",
-            PSEUDO: "shares the weights of whole layers",
-            COMPRESSION: "compresses gradients of whole matrices",
-            LORA: "puts adapters beside whole matrices",
             SCORE_DROPOUT: "would drop the same scores in the heads of all ranks",
-            EXPERTS: _experts_never_win,
+            UNIT_DROPOUT: "would drop the same hidden units for the tokens of all ranks",
         },
-        {TENSOR: "divides matrices and heads"},
+        {TENSOR: "divides heads, and in a layer of experts tokens"},
+    ),
+    Fact(
+        "an expert's gradient of a whole micro-batch on a rank",
+        {ANY_WORLD: "adds up whole micro-batches in the order of a tree"},
+        {TENSOR_OF_EXPERTS: "divides the tokens of a micro-batch over ranks"},
     ),
     Fact(
         "whole weights of the dense parts on each rank",

@@ -127,7 +127,7 @@ class RunConfig:
         return Division(
             micro_batch_size=self.deepspeed.micro_batch_size,
             ranks=self.data_size(world_size),
-            ep_size=self.m6.training.ep_size,
+            ep_size=max(1, self.m6.training.ep_size // self.tensor_size),
             at_once=self.m6.training.micro_batches_at_once,
             stated=None if shares is None else tuple(shares),
             pipeline=self.pipeline,

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
-from m6.architecture.received import (
-    PlacementName,
-    nearest_num_ranks,
-    received_by_expert,
-    received_by_pair,
-    side,
-)
+from m6.architecture.received import PlacementName, nearest_num_ranks, side
 from m6.architecture.settings import ModelSettings
-from m6.config.deepspeed import DeepSpeedSettings
 from m6.errors import UserError
 from m6.validation import Section
-
-if TYPE_CHECKING:
-    from m6.config.sections import M6Settings
 
 _NAME = "m6.parallel.tensor"
 
 
 class TensorSettings(Section):
-    """Divides the matrices of dense layers over neighbouring ranks, which read the same micro-batches."""
+    """Divides matrices over neighbouring ranks, which read the same micro-batches.
+
+    Of routed experts they divide tokens: each rank computes a part of those of a micro-batch, by ``ep_size`` on the
+    ranks of their experts.
+    """
 
     placement: PlacementName = Field(
         "1d",
         description="how the matrices of a feed-forward are divided: 1d by columns and rows (Megatron-LM), 2d on a "
-        "square of ranks (SUMMA), 3d on a cube. Heads of attention are divided in each of them; embeddings, norms and "
-        "the head of the model are whole on each rank",
+        "square of ranks (SUMMA), 3d on a cube. Heads of attention and shared experts are divided in each of them; "
+        "embeddings, norms, routers and the head of the model are whole on each rank",
     )
     num_ranks: int = Field(ge=2, description="ranks of a group; divides the world size, for 2d a square, for 3d a cube")
 
@@ -68,11 +60,14 @@ def _misfit(placement: PlacementName, num_ranks: int, model: ModelSettings) -> t
     q = side(placement, num_ranks)
     assert q is not None
     blocks = q * q if placement == "3d" else q  # two axes of a cube divide the rows of a matrix
-    for key, size, parts in (
+    sizes = [
         ("num_attention_heads", model.num_attention_heads, num_ranks),
         ("ffn_hidden_size", model.ffn_hidden_size, blocks),
         ("hidden_size", model.hidden_size, blocks),
-    ):
+    ]
+    if model.moe is not None and model.moe_config().num_shared_experts:
+        sizes.append(("ffn_hidden_size", model.ffn_hidden_size, num_ranks))
+    for key, size, parts in sizes:
         if size % parts:
             return key, size, parts
     return None
@@ -83,19 +78,3 @@ def check_tensor(tensor: TensorSettings, model: ModelSettings) -> None:
     refusal = tensor.refusal(model)
     if refusal is not None:
         raise UserError(f"{_NAME}: {refusal}")
-
-
-def experts_reason(tensor: TensorSettings, run: M6Settings, deepspeed: DeepSpeedSettings, model: ModelSettings) -> str:
-    """Why the matrices of experts are not divided: what ranks would receive with a placement, and with ``ep_size``."""
-    moe, ranks = model.moe_config(), tensor.num_ranks
-    q = side(tensor.placement, ranks)
-    ranks = ranks if q is not None else nearest_num_ranks(tensor.placement, ranks)
-    choices = moe.num_prototypes * moe.top_k
-    tokens = max(1, round(deepspeed.micro_batch_size * run.data.sequence_length * choices / moe.num_experts))
-    divided = received_by_pair(tensor.placement, ranks, tokens, model.hidden_size, model.ffn_hidden_size)
-    whole = received_by_expert(ranks, tokens, model.hidden_size)
-    return (
-        f"experts of m6.moe are divided by m6.training.ep_size already, and an expert's product is tiny: for its "
-        f"{tokens:,} tokens of a micro-batch each of {ranks} ranks would receive {divided:,.0f} elements with "
-        f'placement "{tensor.placement}", against {whole:,.0f} with ep_size {ranks}'
-    )

@@ -82,7 +82,7 @@ class InputSettings(Section):
     """One input of the corpus.
 
     Raises:
-        ValueError: the source is a file, a folder, a URL or a data set of the Hub, and has no name. A URL holds a password.
+        ValueError: the source is a file, a folder, a URL or a data set of the Hub, and has no name; a URL has a password.
     """
 
     source: str = Field(

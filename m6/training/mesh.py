@@ -2,8 +2,8 @@
 
 The names are those of torchtitan's ``ParallelDims`` and PyTorch's ``DeviceMesh``: ``pp`` stages of a pipeline, ``dp``
 replicas with different micro-batches, ``tp`` parts of matrices, ``ep`` parts of the experts. A rank's number is
-``(pp_rank * dp + dp_rank) * tp + tp_rank``; ``ep`` divides ``dp`` into neighbours. No other file makes groups or
-computes with ranks; a test checks it.
+``(pp_rank * dp + dp_rank) * tp + tp_rank``; ``ep`` divides the ranks of a stage, ``dp * tp``, into neighbours. No other
+file makes groups or computes with ranks; a test checks it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 GroupKind = Literal["expert_parallel", "expert_data_parallel"]
 
+_expert_shapes: WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = WeakKeyDictionary()
+"""By the group of all ranks: ``pp`` and ``tp`` of the last engine, for which DeepSpeed has made groups of experts."""
 _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ParallelDims], DeviceMesh]] = WeakKeyDictionary()
 """By the group of all ranks: an engine that is built again gets the groups of the first one."""
 
@@ -35,8 +37,9 @@ class ParallelDims:
     Attributes:
         rank, world_size: see ``Runtime``.
         pp: ranks of a pipeline; they read the same micro-batches.
-        tp: ranks of a tensor group, nearest neighbours; they read the same micro-batches.
-        ep: neighbours in ``dp``; together they hold all experts.
+        tp: ranks of a tensor group, nearest neighbours; they read the same micro-batches. In a layer of experts each
+            computes a part of the tokens.
+        ep: neighbours in a stage; together they hold all experts.
     """
 
     rank: int
@@ -52,12 +55,12 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """Number of pipelines or tensor groups. Each reads micro-batches of its own."""
+        """Number of copies of the model. Each reads micro-batches of its own."""
         return self.world_size // (self.pp * self.tp)
 
     @property
     def dp_rank(self) -> int:
-        """The number of this rank's pipeline or tensor group, and so of its micro-batches."""
+        """The number of this rank's copy of the model, and so of its micro-batches."""
         return self.rank // self.tp % self.dp
 
     @property
@@ -72,7 +75,7 @@ class ParallelDims:
 
     @property
     def edp(self) -> int:
-        """Groups of ``ep`` ranks among those of ``dp``: copies of each expert of a stage."""
+        """Groups of ``ep`` ranks among those of ``dp``: copies of each expert of a stage without tensor groups."""
         return self.dp // self.ep
 
     @property
@@ -94,8 +97,15 @@ class ParallelDims:
         return divmod(self.dp_rank, ranks_per_part)
 
     def share(self, numel: int) -> tuple[int, int]:
-        """Begin and end of this rank's part of ``numel`` elements, divided among all ranks of the run."""
-        return numel * self.rank // self.world_size, numel * (self.rank + 1) // self.world_size
+        """Begin and end of this rank's part of ``numel`` elements, divided among the ranks of its stage."""
+        ranks = self.dp * self.tp
+        place = self.rank % ranks
+        return numel * place // ranks, numel * (place + 1) // ranks
+
+    def stages(self) -> list[list[int]]:
+        """The global ranks with each part of the layers, also those with other parts of its matrices."""
+        ranks = self.dp * self.tp
+        return [list(range(first, first + ranks)) for first in range(0, self.world_size, ranks)]
 
     def ranks(self, dim: Literal["pp", "dp", "tp"]) -> list[list[int]]:
         """The global ranks of all groups along a dimension, each in the order of its places."""
@@ -110,7 +120,7 @@ class Mesh:
     """The process groups of a run; every rank makes it. Its ``get_`` methods are the ``mpu`` of DeepSpeed 0.19.8.
 
     The groups along ``pp``, ``dp`` and ``tp`` are those of PyTorch's ``DeviceMesh``. DeepSpeed makes the groups of
-    experts inside of those along ``dp``, see ``install``; ``moe`` makes the groups for the exchange of tokens.
+    experts inside of each stage, see ``install``; ``moe`` makes the groups for the exchange of tokens.
 
     Args:
         dims: of this rank.
@@ -137,8 +147,20 @@ class Mesh:
 
     @property
     def model(self) -> dist.ProcessGroup:
-        """The ranks of one copy of the model: a pipeline or a tensor group."""
+        """The ranks of a pipeline, or of a tensor group where there is no pipeline.
+
+        Where there are both, a pipeline has the ranks with the same part of matrices.
+        """
         return self.device_mesh.get_group("pp" if self.dims.pp > 1 else "tp")
+
+    @property
+    def tensor(self) -> dist.ProcessGroup | None:
+        """The ranks of a tensor group; None: a rank has whole matrices."""
+        return self.device_mesh.get_group("tp") if self.dims.tp > 1 else None
+
+    def stage(self) -> dist.ProcessGroup | None:
+        """The ranks with the same layers, also those with other parts of matrices; None: all. All ranks call it."""
+        return None if self.dims.pp == 1 else own_group(self.dims.stages(), "stage")
 
     @property
     def stage_ends(self) -> tuple[int, int]:
@@ -168,6 +190,14 @@ class Mesh:
         from deepspeed.utils import groups
 
         groups.mpu = self if self.is_divided else None
+        world, shape = dist.group.WORLD, (self.dims.pp, self.dims.tp)
+        assert world is not None
+        if _expert_shapes.get(world, shape) != shape:
+            # DeepSpeed 0.19.8 would find the groups of an engine with other stages by the same name.
+            for name in ("EXPERT_PARALLEL", "EXPERT_DATA_PARALLEL"):
+                getattr(groups, f"_{name}_GROUP").clear()
+                getattr(groups, f"_{name}_GROUP_RANKS").clear()
+        _expert_shapes[world] = shape
         return self if self.is_divided else None
 
     # What DeepSpeed asks
@@ -234,10 +264,15 @@ def expert_group(kind: GroupKind, ep_size: int) -> dist.ProcessGroup | None:
         ep_size: number of ranks with all experts together.
 
     Returns:
-        None if ep_size is 1. There is then no expert-parallel group, and all ranks hold the same experts: as an
-        argument of a collective, None means all ranks.
+        None if ep_size is 1 and there are no tensor groups. There is then no expert-parallel group, and all ranks hold
+        the same experts: as an argument of a collective, None means all ranks. In tensor groups the ranks with the same
+        experts have other tokens, but not other micro-batches, so that experts have groups of their own.
     """
-    return None if ep_size == 1 else named_expert_group(kind, f"ep_size_{ep_size}")
+    from deepspeed.utils import groups
+
+    if ep_size == 1 and f"ep_size_{ep_size}" not in groups._get_expert_parallel_group_dict():
+        return None
+    return named_expert_group(kind, f"ep_size_{ep_size}")
 
 
 def named_expert_group(kind: GroupKind, name: str) -> dist.ProcessGroup:

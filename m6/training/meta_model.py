@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from m6.architecture.sharing import Sharing
 from m6.config.run import RunConfig
@@ -12,17 +13,20 @@ from m6.model.sharing import share_layers
 from moe.expert_parallel import apply_expert_parallelism
 
 
-def build_meta_model(config: RunConfig, sharing: Sharing | None = None) -> M6ForConditionalGeneration:
+def build_meta_model(
+    config: RunConfig, sharing: Sharing | None = None, tensor_group: dist.ProcessGroup | None = None
+) -> M6ForConditionalGeneration:
     """Builds this rank's part of the model on the meta device: its own experts only, and shared layers only once.
 
     Args:
         config: of the run.
         sharing: what the layers of the Pseudo model share; None: the Real model.
+        tensor_group: the ranks that compute the same hidden states, and divide the tokens of experts among them.
     """
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config.model)
-    if config.m6.training.ep_size > 1:
-        apply_expert_parallelism(model, config.m6.training.ep_size)
+    if config.m6.moe is not None:
+        apply_expert_parallelism(model, config.m6.training.ep_size, same_tokens=tensor_group)
     _add_adapters(model, config)
     if sharing is not None:
         share_layers(model, sharing)

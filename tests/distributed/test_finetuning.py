@@ -62,14 +62,20 @@ def test_adapters_do_not_depend_on_the_layout(folder: Path, delay: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "delay"),
-    [({}, None), ({"schedule": "zbv"}, None), ({"slices": 3}, None), ({}, {"accept_loss": True})],
-    ids=["1f1b", "zbv", "slices", "one step late"],
+    ("parallel", "delay"),
+    [
+        ({"pipeline": {"num_ranks": 2}}, None),
+        ({"pipeline": {"num_ranks": 2, "schedule": "zbv"}}, None),
+        ({"pipeline": {"num_ranks": 2, "slices": 3}}, None),
+        ({"pipeline": {"num_ranks": 2}}, {"accept_loss": True}),
+        ({"tensor": {"num_ranks": 2}}, None),
+    ],
+    ids=["1f1b", "zbv", "slices", "one step late", "tensor group"],
 )
-def test_adapters_of_stages_are_those_of_the_whole_model(
-    folder: Path, pipeline: dict[str, Any], delay: dict[str, Any] | None
+def test_adapters_of_parts_are_those_of_the_whole_model(
+    folder: Path, parallel: dict[str, Any], delay: dict[str, Any] | None
 ):
-    """The token embedding, of which the last stage has a copy, is frozen."""
+    """The token embedding, of which the last stage has a copy, is frozen; ranks of a tensor group have all experts."""
     pytest.importorskip("peft")
     found = []
     for ranks in (1, 2):
@@ -80,13 +86,13 @@ def test_adapters_of_stages_are_those_of_the_whole_model(
         made["m6"] |= {"init": str(folder / "deep"), "lora": {"rank": 2, "targets": ["experts"]}}
         if not (folder / "deep").exists():
             run_distributed(train, 1, layout(folder, 1, 0, 1, m6__model__num_layers=4), str(folder / "deep"))
-        made["m6"]["parallel"] = {"pipeline": {"num_ranks": 2, **pipeline}} if ranks == 2 else {}
-        root = folder / f"stages {pipeline} {ranks} {delay}"
+        made["m6"]["parallel"] = parallel if ranks == 2 else {}
+        root = folder / f"parts {parallel} {ranks} {delay}"
         run_distributed(train, ranks, made, str(root))
         reader = open_newest_checkpoint(root)
         found.append({name: reader.read(name, WEIGHT) for name in reader.names(WEIGHT)})
         if ranks == 2:
-            assert losses(root) == pytest.approx(losses(folder / f"stages {pipeline} 1 {delay}"), rel=TOLERANCE)
+            assert losses(root) == pytest.approx(losses(folder / f"parts {parallel} 1 {delay}"), rel=TOLERANCE)
     assert found[0].keys() == found[1].keys()
     for name, weight in found[0].items():
         torch.testing.assert_close(found[1][name], weight, rtol=0, atol=1e-5)

@@ -201,7 +201,8 @@ def poison(each: dict[str, Any], root: Path) -> None:
     """In the second step a single element of one rank's part of a gradient is not finite."""
     trainer = open_trainer(each, root)
     run_step, outcomes = trainer.run_step, []
-    weight = trainer.engine.module.model.layers[1].ffn.output.weight
+    ffn = trainer.engine.module.model.layers[1].ffn
+    weight = ffn.experts.w_out if each["m6"]["moe"] else ffn.output.weight
 
     def poisoned(micro_batches: list[Any]) -> Any:
         weights = [fragment.data.clone() for fragment in trainer.engine.fragments()]
@@ -224,7 +225,10 @@ def faults(runs: list[tuple[dict[str, Any], Path]]) -> None:
 
 
 def test_all_ranks_skip_a_step(folder: Path):
+    """Of a matrix, or of an expert, of which other ranks have another part."""
     runs = [(document(folder, stage, tensor(2)), folder / f"poisoned {stage}") for stage in (0, 1)]
+    split = {"m6__moe": {"num_experts": 4}, "m6__training__ep_size": 2}
+    runs += [(document(folder, stage, tensor(2), **split), folder / f"poisoned expert {stage}") for stage in (0, 1)]
     run_distributed(faults, 2, runs)
 
 

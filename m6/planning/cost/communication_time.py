@@ -41,19 +41,31 @@ Collective = Callable[[Literal["all_reduce", "all_gather"], float, RankGroup], f
 
 
 def tensor_block_s(
-    layout: ParallelLayout, tokens: int, hidden: int, inner: int, width: int, nodes: Nodes, collective: Collective
+    layout: ParallelLayout,
+    tokens: int,
+    hidden: int,
+    inner: int,
+    width: int,
+    nodes: Nodes,
+    collective: Collective,
+    num_shared: int | None = None,
 ) -> float:
-    """Seconds of one dense block for one micro-batch, forward and backward, and forward again with checkpointing.
+    """Seconds of one block for one micro-batch, forward and backward, and forward again with checkpointing.
 
     Args:
         tokens: of the micro-batch.
         hidden, inner: sizes of the feed-forward.
         width: bytes of an element.
+        num_shared: experts that compute every token in a layer of experts; None: the block is dense.
     """
     group = contiguous_group(layout.tp_size, nodes)
     passes = 3 if layout.checkpointing else 2
     # Attention, and a feed-forward in 1-D: a sum of outputs forward, and of the inputs' gradients backward.
     reduced = passes * collective("all_reduce", tokens * hidden * width, group)
+    if num_shared is not None and layout.placement != "megatron":
+        # Each rank has a part of the tokens' outputs, and backward of their gradients.
+        gathered = passes * collective("all_gather", tokens * hidden * width, group)
+        return reduced + gathered + (reduced if num_shared else 0.0)
     if layout.placement == "1d" or layout.placement == "megatron":
         return 2 * reduced
     # The whole hidden states around the feed-forward: gathered outputs forward, gathered gradients backward, and the
@@ -150,7 +162,8 @@ def all_replicas(layout: ParallelLayout, nodes: Nodes) -> RankGroup:
 
 def expert_replicas(layout: ParallelLayout, nodes: Nodes) -> RankGroup:
     """The ranks that have the same experts."""
-    return strided_group(layout.dp_size // layout.ep_size, layout.ep_size * layout.tp_size, nodes)
+    copies = layout.expert_copies
+    return strided_group(copies, layout.world_size // (layout.pp_size * copies), nodes)
 
 
 # Libraries start the messages to all peers together: each further one is assumed to take a tenth of the first latency.
@@ -342,7 +355,8 @@ class ExchangeTime:
         batch, model = self._memory.batch_of(layout), self._model
         tokens, width = batch.rows * batch.sequence_length, self._memory.precision.compute
         sizes = (tokens, model.hidden_size, model.ffn_hidden_size, width)
-        seconds = tensor_block_s(layout, *sizes, self._nodes, self._collective)
+        num_shared = self._moe.num_shared_experts if self._moe is not None and work.is_sparse else None
+        seconds = tensor_block_s(layout, *sizes, self._nodes, self._collective, num_shared)
         return seconds * self._profile.factor("exchange")
 
     def routing(self, layout: ParallelLayout) -> RoutingTime:

@@ -81,13 +81,27 @@ class ParallelLayout:
         """Ranks that compute different samples. The ranks of an expert-parallel group do so, too."""
         return self.world_size // (self.tp_size * self.pp_size)
 
+    @property
+    def outer_parts(self) -> int:
+        """In how many parts a tensor group divides what is not in dense blocks: vocabulary, and matrices of experts.
+
+        Megatron-LM divides these. Our engine does not; of experts its ranks divide the tokens.
+        """
+        return self.tp_size if self.placement == "megatron" else 1
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks that hold the same experts, or parts of them."""
+        return self.world_size // (self.pp_size * self.ep_size * self.outer_parts)
+
     def division(self, equal_for: tuple[str, ...] = ()) -> Division:
         """How the micro-batches of a step are divided over ranks.
 
         Args:
             equal_for: see ``Division``.
         """
-        sizes = (self.micro_batch_size, self.dp_size, self.ep_size, self.micro_batches_at_once)
+        neighbours = max(1, self.ep_size * self.outer_parts // self.tp_size)
+        sizes = (self.micro_batch_size, self.dp_size, neighbours, self.micro_batches_at_once)
         return Division(*sizes, self.shares or None, self.pipeline, equal_for)
 
     def accumulation(self, global_batch: int) -> int:

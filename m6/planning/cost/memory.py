@@ -166,7 +166,7 @@ class MemoryModel:
             states = self._with_two_versions(states, layout, place, counts.divided(layout))
             under_way = self._pipelined(layout).between_steps(pipeline, place, stages)
         if pipeline is not None and holds_copy_of_table(pipeline, place):
-            numel = self.config.model.vocab_size * self.config.model.hidden_size // layout.tp_size
+            numel = self.config.model.vocab_size * self.config.model.hidden_size // layout.outer_parts
             copy = numel * self.precision.weights
             # Of the copy's gradient there are two, too: the first rank ends its step later.
             sums = 2 if is_flushless(self.config, layout) else 1
@@ -230,7 +230,7 @@ class MemoryModel:
             return [0.0] * layout.pp_size
         if layout not in self._owned_shares:
             wholes = (self._chunks_of(layout, part).total for part in self._parts(layout))
-            owned = (footprint.owned_experts * layout.tp_size for footprint in self.footprints(layout))
+            owned = (footprint.owned_experts * layout.outer_parts for footprint in self.footprints(layout))
             shares = [min(1.0, own / max(1, whole)) for own, whole in zip(owned, wholes, strict=True)]
             self._owned_shares[layout] = shares
         return self._owned_shares[layout]
@@ -281,7 +281,7 @@ class MemoryModel:
             self._activations[key] = (total, at_once * found.kept_by_blocks(), at_once * found.replicated())
         total, blocks, replicated = self._activations[key]
         kept = replicated + (blocks - replicated) // layout.tp_size
-        outside = (total - blocks) // (layout.tp_size if layout.placement == "megatron" else 1)
+        outside = (total - blocks) // layout.outer_parts
         return math.ceil((kept + outside) * self.profile.activation_factor)
 
     def _pipelined(self, layout: ParallelLayout) -> PipelineActivations:
@@ -452,7 +452,7 @@ class MemoryModel:
         """``rest`` with the experts of ``m6.offload``: all on the device if they fit beside the rest; otherwise two
         layers' weights, one layer's gradients and as many whole chunks as fit, and the other chunks on the host. Where
         micro-batches take turns, sums of one layer's gradients lie beside them either way."""
-        chunks, share = self._chunks_of(layout, part), layout.tp_size
+        chunks, share = self._chunks_of(layout, part), layout.outer_parts
         store, numel = self.expert_store(layout), math.ceil(layer_numel(self.model, layout.ep_size) / share)
         if self.config.m6.training.deterministic is not None:  # in host memory, wherever the experts are
             sums = FP32 * self._any_world_sums(layout)[1] * math.ceil(stored_numel(part, layout.ep_size) / share)
@@ -486,11 +486,11 @@ class MemoryModel:
 def checkpoint_bytes(memory: MemoryModel, layout: ParallelLayout) -> float:
     """Bytes that one rank writes, all in fp32: weights, moments, and gradients that wait for a later step."""
     counts = memory.counts(layout).divided(layout)
-    replicas = layout.dp_size // layout.ep_size
+    replicas = layout.expert_copies
     owned = (counts.local - counts.experts) / layout.dp_size + counts.experts / replicas
     late = 0 if memory.config.m6.gradient_delay is None else FP32
     written = owned * (_state_bytes(memory.config.deepspeed.optimizer_type) + late) + memory.residual_bytes(layout)
-    streamed = memory.stored_experts(layout) / layout.tp_size / replicas
+    streamed = memory.stored_experts(layout) / layout.outer_parts / replicas
     if streamed:
         written += streamed * (_state_bytes(memory.expert_store(layout).optimizer_type) + late)
     return written

@@ -60,7 +60,7 @@ def muon_products_s(
     """
     seconds = 0.0
     for part in matrices:
-        replicas = layout.dp_size // layout.ep_size if part.of_experts else layout.dp_size
+        replicas = layout.expert_copies if part.of_experts else layout.dp_size
         share = part.number / (replicas if layout.zero_stage > 0 else 1)
         seconds += share * sum(matmul_s(product) for product in part.products(dtype))
     return seconds

@@ -32,7 +32,7 @@ class ParameterGroup:
 
     def ranks(self, layout: ParallelLayout) -> int:
         """Ranks over which ZeRO partitions the group."""
-        return layout.dp_size // layout.ep_size if self.of_experts else layout.dp_size
+        return layout.expert_copies if self.of_experts else layout.dp_size
 
     def partition(self, layout: ParallelLayout) -> int:
         """Elements of a rank's partition; partitions begin at even offsets."""

@@ -101,7 +101,7 @@ class StoreTime:
 
     def _numel(self, layout: ParallelLayout, place: int) -> float:
         """Elements of the experts of a rank."""
-        return self._memory.experts_of_ranks(layout)[place] / layout.tp_size
+        return self._memory.experts_of_ranks(layout)[place] / layout.outer_parts
 
     def _owned_share(self, layout: ParallelLayout, place: int) -> float:
         return self._memory.owned_share_of_ranks(layout)[place]
@@ -316,7 +316,7 @@ class TimeModel:
         owned, owned_experts = float(counts.local - counts.experts), float(counts.experts)
         if stage > 0:
             owned /= layout.dp_size
-            owned_experts /= layout.dp_size // layout.ep_size
+            owned_experts /= layout.expert_copies
         owned += owned_experts
         # Stage 1 fills the bucket once a step, stages 2 and 3 in each backward pass.
         moved = _PARTITION_BYTES + _BUCKET_BYTES * (passes if stage > 1 else 1) if stage > 0 else 0

@@ -79,6 +79,7 @@ class BlockWork:
         shared: those of ``matmuls`` that shared experts compute beside the exchange of tokens.
         whole_bytes: those of ``saved_bytes`` that each rank of a tensor group has, for whole hidden states.
         deferred: those of ``matmuls`` whose weights' gradients are deferred in turns, see ``moe.deferred_gradients``.
+        is_sparse: whether its feed-forward is a layer of experts.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -89,6 +90,7 @@ class BlockWork:
     shared: tuple[Matmul, ...] = ()
     whole_bytes: int = 0
     deferred: tuple[Matmul, ...] = ()
+    is_sparse: bool = False
 
     @property
     def flops(self) -> float:
@@ -135,14 +137,18 @@ def work_of(
             work = BlockWork(attention + ffn, saved, None, _DENSE_OPERATORS, True, whole_bytes=whole, deferred=deferred)
         elif block.type == "sparse":
             moe = model.moe_config()
-            rows, parts = activations.rows(), moe.exchange_parts(ep_size)
+            parts = moe.exchange_parts(ep_size)
+            # Megatron-LM divides the matrices of experts over a tensor group, our engine their tokens.
+            shares, expert_inner = tp_size // layout.outer_parts, model.ffn_hidden_size // layout.outer_parts
+            rows = activations.rows() // shares
             local = moe.num_experts // ep_size * parts  # products of the experts of this rank
             each = max(1, round(rows / local))
-            inner_inputs = inner * (2 if moe.activation == "swiglu" else 1)
+            units = 2 if moe.activation == "swiglu" else 1
+            inner_inputs = inner * units
             experts: tuple[Matmul, ...] = (
                 Matmul(batch.real, moe.num_experts, width, "fp32"),
-                Matmul(each, inner_inputs, width, dtype, local, grouped=True),
-                Matmul(each, width, inner, dtype, local, grouped=True),
+                Matmul(each, expert_inner * units, width, dtype, local, grouped=True),
+                Matmul(each, width, expert_inner, dtype, local, grouped=True),
             )
             shared_experts: tuple[Matmul, ...] = ()
             if moe.num_shared_experts:
@@ -156,7 +162,7 @@ def work_of(
             if ep_size > 1:
                 to_experts, from_experts = CODECS[moe.payload]
                 routed = RoutedRows(
-                    tokens=batch.real,
+                    tokens=batch.real // shares,
                     pairs=rows,
                     to_experts=to_experts.row_bytes(width, precision.residual),
                     from_experts=from_experts.row_bytes(width, precision.compute),
@@ -165,7 +171,9 @@ def work_of(
             products = attention + experts + shared_experts
             operators = _SPARSE_OPERATORS + (parts - 1) * _PART_OPERATORS
             deferred = (attention[0], attention[-1], experts[0])
-            work = BlockWork(products, saved, routed, operators, True, shared_experts, deferred=deferred)
+            work = BlockWork(
+                products, saved, routed, operators, True, shared_experts, deferred=deferred, is_sparse=True
+            )
         elif block.type == "embeddings":
             patches = batch.pictures * model.num_patches
             pixels = 3 * model.patch_size**2

@@ -15,7 +15,6 @@ from m6.config.pipeline import PipelineSettings
 from m6.config.pipeline_sharing import check_sharing, cut_between_groups
 from m6.config.run import RunConfig
 from m6.config.slices import SLICED
-from m6.config.tensor import experts_reason
 from m6.errors import UserError
 from m6.formatting import markdown_table
 from m6.planning.cost.layout import ParallelLayout
@@ -128,11 +127,11 @@ def _refused_by_arithmetic(
     model = config.model
     if layout.world_size % (layout.tp_size * layout.pp_size) or model.num_attention_heads % layout.tp_size:
         return Refusal("ranks", "tensor- and pipeline-parallel sizes do not divide the ranks or the heads")
-    if layout.dp_size % layout.ep_size or num_experts % layout.ep_size:
+    ranks = layout.world_size // (layout.pp_size * layout.outer_parts)
+    if ranks % layout.ep_size or num_experts % layout.ep_size:
+        of = "data-parallel ranks" if layout.tp_size == 1 else "ranks of a stage"
         return Refusal(
-            "experts",
-            f"ep_size {layout.ep_size} does not divide both {layout.dp_size} data-parallel ranks and {num_experts} "
-            "experts",
+            "experts", f"ep_size {layout.ep_size} does not divide both {ranks} {of} and {num_experts} experts"
         )
     division = layout.division(equal_for)
     # A pipeline's own numbers are asked for below.
@@ -153,8 +152,8 @@ def _refused_by_arithmetic(
 def _refused_tensor(config: RunConfig, layout: ParallelLayout) -> str | None:
     if layout.tensor is None:
         return "no engine here divides embeddings and head"
-    if config.m6.moe is not None:
-        return experts_reason(layout.tensor, config.m6, config.deepspeed, config.model)
+    if config.m6.moe is not None and config.tensor is None:
+        return "with experts the search visits tensor groups only for a run that has m6.parallel.tensor"
     return layout.tensor.refusal(config.model)
 
 

@@ -113,11 +113,13 @@ class Planner:
         for (tp_size, placement), pp_size in itertools.product(
             self._tensor_groups(), self._values("pp_size", (size for size in divisors(world) if size <= layers))
         ):
-            if (world % (tp_size * pp_size) or (tp_size > 1 and pp_size > 1)) and not self.forced:
+            if world % (tp_size * pp_size) and not self.forced:
                 continue
+            if tp_size > 1 and pp_size > 1 and "pp_size" not in self.forced:
+                continue  # few runs need both, and they would be most of a search
             dp_size = max(1, world // (tp_size * pp_size))
             axes: dict[str, list[Any]] = {
-                "ep_size": self._values("ep_size", divisors(math.gcd(dp_size, experts))),
+                "ep_size": self._values("ep_size", divisors(math.gcd(dp_size * tp_size, experts))),
                 "zero_stage": self._values("zero_stage", range(4)),
                 "micro_batch_size": self._values("micro_batch_size", _micro_batch_sizes(rows, dp_size)),
                 "schedule": self._values("schedule", schedules if pp_size > 1 else SEARCHED[:1]),
@@ -154,8 +156,10 @@ class Planner:
     def _tensor_groups(self) -> Iterator[tuple[int, PlacementName]]:
         """Sizes and placements of tensor groups that divide the matrices of the model; forced ones need not."""
         model = self.config.model
-        # For experts no placement ever wins (``experts_reason``), so the search does not visit them.
+        # With experts ``ep_size`` divides most of the model, so that a search through sizes of groups is not worth it.
         sizes = divisors(self.cluster.num_devices) if self.config.m6.moe is None else (1,)
+        if self.config.m6.moe is not None and self.config.tensor is not None:
+            sizes = (self.config.tensor_size,)
         for size, placement in itertools.product(self._values("tp_size", sizes), self._values("placement", PLACEMENTS)):
             if size == 1:
                 fits = placement == PLACEMENTS[0] or "placement" in self.forced

@@ -26,7 +26,6 @@ from m6.training.engine.muon import Muon
 from m6.training.engine.optimizer import build_optimizer
 from m6.training.engine.pipeline import PipelineEngine
 from m6.training.engine.sliced_pipeline import SlicedPipelineEngine
-from m6.training.engine.tensor import TensorEngine
 from m6.training.mesh import Mesh, ParallelDims
 from m6.training.meta_model import build_meta_model
 from m6.training.offloading.experts import OffloadedExperts
@@ -55,12 +54,13 @@ def build_model(
         the model, and its offloaded experts, if the run offloads them.
     """
     training = config.m6.training
-    model = build_meta_model(config, sharing)
+    model = build_meta_model(config, sharing, None if mesh is None else mesh.tensor)
     if training.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if mesh is not None and config.pipeline is not None:
         # After the split of experts, whose groups all ranks make, also those that keep none.
         keep_layers(model, config.pipeline.layers_of(mesh.dims.pp_rank, config.model.num_layers))
+    if mesh is not None and mesh.is_divided:
         for layer in model.modules():
             if isinstance(layer, MoELayer):
                 layer.balance_group = mesh.replicas
@@ -130,6 +130,4 @@ def _engine_type(config: RunConfig) -> type[Engine]:
         if config.is_flushless:
             return FlushlessPipelineEngine
         return PipelineEngine if config.pipeline.slices is None else SlicedPipelineEngine
-    if config.tensor is not None:
-        return TensorEngine
     return Engine

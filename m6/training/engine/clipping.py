@@ -3,40 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from m6.training.engine.partitions import is_divided
+from m6.training.engine.partitions import is_divided, is_expert
 from m6.training.engine.tensor_norms import norms_of
 
 
-def clip_gradients(
-    model: nn.Module, max_norm: float, parts_group: dist.ProcessGroup | None, other_squares: float = 0.0
-) -> float:
+class PartGroups(NamedTuple):
+    """The ranks with other parts of the same tensors; None: this rank has all of them.
+
+    Attributes:
+        tensor: with other parts of divided matrices.
+        experts: with other experts.
+    """
+
+    tensor: dist.ProcessGroup | None
+    experts: dist.ProcessGroup | None
+
+
+def clip_gradients(model: nn.Module, max_norm: float, groups: PartGroups, other_squares: float = 0.0) -> float:
     """Clips the gradients in place by their global norm; for ZeRO stage 0, where DeepSpeed does not report it.
 
     If the norm is not finite, the gradients stay unchanged, and the caller skips the step.
 
     Args:
         max_norm: largest norm; 0: no clipping.
-        parts_group: the expert-parallel or tensor group, over which the squares of what each of its ranks has of
-            experts or divided matrices are summed.
+        groups: over which the squares of parts are summed.
         other_squares: the sum of squares of gradients outside of the model, equal on all ranks.
 
     Returns:
         the norm before clipping.
     """
-    dense: list[torch.Tensor] = []
-    parts: list[torch.Tensor] = []
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            (parts if is_divided(parameter) else dense).append(parameter.grad)
-    norm = float(gradient_norm(dense, parts, parts_group, next(model.parameters()).device, other_squares))
-    shrink([*dense, *parts], norm, max_norm)
+    gradients = {each: each.grad for each in model.parameters() if each.grad is not None}
+    norm = float(gradient_norm(gradients, groups, next(model.parameters()).device, other_squares))
+    shrink(list(gradients.values()), norm, max_norm)
     return norm
 
 
@@ -48,24 +53,23 @@ def shrink(gradients: list[Tensor], norm: float, max_norm: float) -> None:
 
 
 def gradient_norm(
-    dense: list[Tensor],
-    parts: list[Tensor],
-    parts_group: dist.ProcessGroup | None,
-    device: torch.device,
-    other_squares: float = 0.0,
+    gradients: Mapping[nn.Parameter, Tensor], groups: PartGroups, device: torch.device, other_squares: float = 0.0
 ) -> Tensor:
-    """The norm of the gradients of the whole model, in fp64.
+    """The norm of the gradients of the whole model, or of the layers of a stage, in fp64.
 
     Args:
-        dense: gradients that every rank has.
-        parts: gradients of the experts of this rank, or of its parts of divided matrices.
-        parts_group: the group over which the squares of the parts are summed.
+        gradients: of this rank's parameters.
+        groups: over which the squares of parts are summed.
         other_squares: the sum of squares of gradients outside of the model, equal on all ranks.
     """
-    total, total_of_parts = _sum_of_squares(dense, device), _sum_of_squares(parts, device)
-    if parts_group is not None:
-        dist.all_reduce(total_of_parts, group=parts_group)
-    return (total + total_of_parts + other_squares).sqrt()
+    total = _sum_of_squares([each for parameter, each in gradients.items() if not is_divided(parameter)], device)
+    parts = [(parameter, each) for parameter, each in gradients.items() if is_divided(parameter)]
+    for of_experts, group in ((True, groups.experts), (False, groups.tensor)):
+        squares = _sum_of_squares([each for parameter, each in parts if is_expert(parameter) == of_experts], device)
+        if group is not None:
+            dist.all_reduce(squares, group=group)
+        total = total + squares
+    return (total + other_squares).sqrt()
 
 
 def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:

@@ -24,14 +24,15 @@ from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.outputs import M6Output
 from m6.planning.cost.storages import storage_bytes
 from m6.training.engine import state
-from m6.training.engine.clipping import clip_gradients, count_in_norm, gradient_norm, shrink
+from m6.training.engine.clipping import PartGroups, clip_gradients, count_in_norm, gradient_norm, shrink
 from m6.training.engine.compressed import CompressedGradients
 from m6.training.engine.fragments import fragments
 from m6.training.engine.handover import give_partition
 from m6.training.engine.late_gradients import LateGradients
 from m6.training.engine.loss_scale import LossScale
-from m6.training.engine.partitions import is_divided, is_expert, is_partitioned
+from m6.training.engine.partitions import is_expert, is_partitioned
 from m6.training.engine.reducer import AllReducedGradients, GradientReducer
+from m6.training.engine.tensor import DividedMatrices
 from m6.training.engine.tree_gradients import TreeGradients
 from m6.training.engine.turns import forward_in_turns
 from m6.training.mesh import Mesh, expert_group, named_expert_group
@@ -107,6 +108,8 @@ class Engine:
         self._zero_stage = config.deepspeed.zero_stage
         self._max_norm = config.deepspeed.gradient_clipping
         self._expert_group = expert_group("expert_parallel", config.m6.training.ep_size)
+        self._part_groups = PartGroups(mesh.tensor, self._expert_group)
+        self._divided = None if mesh.tensor is None else DividedMatrices(mesh, deepspeed.module)
         self._learning_rate = 0.0
         self._shares: tuple[int, ...] | None = None
         self.replicas = mesh.replicas
@@ -135,6 +138,8 @@ class Engine:
             shares: micro-batches of each rank along ``dp``; None: all have as many as this one.
         """
         self._learning_rate, self._shares = learning_rate, shares
+        if self._divided is not None:
+            self._divided.forget()  # a checkpoint has been written
         for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
         if self.offloaded is not None:
@@ -222,9 +227,7 @@ class Engine:
                 parameter.grad = gradient.to(parameter.dtype)
         else:
             if self._reducer.measures_sums:
-                parts = [gradient for parameter, gradient in sums.items() if is_divided(parameter)]
-                whole = [gradient for parameter, gradient in sums.items() if not is_divided(parameter)]
-                self._norm = gradient_norm(whole, parts, self._expert_group, self._device, offloaded_squares)
+                self._norm = gradient_norm(sums, self._part_groups, self._device, offloaded_squares)
                 shrink(list(sums.values()), float(self._norm) / self._scale, self._max_norm)
             give_partition(self._deepspeed.optimizer, sums)
         self._deepspeed.set_gradient_accumulation_boundary(True)
@@ -233,7 +236,7 @@ class Engine:
         """Updates; the gradients of offloaded experts have this sum of squares."""
         loss_scale = self._scale
         if self._loss_scale is None:
-            norm = clip_gradients(self.module, self._max_norm, self._expert_group, squares)
+            norm = clip_gradients(self.module, self._max_norm, self._part_groups, squares)
             skipped = not math.isfinite(norm)
             if skipped:
                 self.module.zero_grad(set_to_none=True)  # DeepSpeed's step then updates nothing
@@ -324,16 +327,15 @@ class Engine:
 
     def replicated(self) -> Iterator[Replicated]:
         """Yields this rank's weights of which other ranks hold copies: no partitions of ZeRO stage 3."""
+        copies = self.replicas if self._divided is None else self._divided.stage
         for name, parameter in self.module.named_parameters():
             if not is_partitioned(parameter):
-                group = self.replicas
+                group = self.replicas if hasattr(parameter, "shard") else copies
                 if is_expert(parameter):
                     group = named_expert_group("expert_data_parallel", parameter.group_name)  # type: ignore[attr-defined]
                 yield Replicated(name, parameter.data, group)
         saved = self.module.state_dict(keep_vars=True)  # other buffers are not persistent
-        yield from (
-            Replicated(name, each, self.replicas) for name, each in self.module.named_buffers() if name in saved
-        )
+        yield from (Replicated(name, each, copies) for name, each in self.module.named_buffers() if name in saved)
         if self.offloaded is not None:
             yield from self.offloaded.replicated()
 
@@ -347,10 +349,12 @@ class Engine:
         """Yields this rank's training state: fp32 weights and the optimizer's moments, also before the first step.
 
         Args:
-            to_fill: whether the caller writes into the fragments, of which offloaded experts are copies.
+            to_fill: whether the caller writes into the fragments, of which offloaded experts and divided matrices are
+                copies. All ranks of a stage with divided matrices call it together.
         """
         state.create_moments(self._deepspeed)
-        yield from fragments(self._deepspeed, self.replicas)
+        found = fragments(self._deepspeed, self.replicas)
+        yield from found if self._divided is None else self._divided.joined(found)
         if self.offloaded is not None:
             yield from self.offloaded.fragments(to_fill)
 
@@ -367,7 +371,9 @@ class Engine:
         self._reducer.load(reader)
 
     def publish_weights(self) -> None:
-        """Copies weights from the fragments to the tensors of the forward pass."""
+        """Copies weights from the fragments to the tensors of the forward pass; all ranks call it together."""
+        if self._divided is not None:
+            self._divided.take_back(fragments(self._deepspeed, self.replicas))
         state.publish_weights(self._deepspeed)
 
     @property

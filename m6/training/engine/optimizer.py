@@ -13,6 +13,7 @@ from m6.model.parameter_groups import matrices_of_blocks, parameter_groups
 from m6.training.engine.large_batch import Lamb, Lars
 from m6.training.engine.matrices import MatrixLayout, Run
 from m6.training.engine.muon import Muon
+from m6.training.engine.partitions import is_expert
 from m6.training.engine.tensor_norms import layouts_of
 
 
@@ -38,7 +39,7 @@ def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, ep_size: int)
         if params["adamw_lr"] is not None:
             for group in groups[1:]:
                 group["lr_ratio"] = params["adamw_lr"] / params["lr"]
-    if ep_size > 1:
+    if ep_size > 1 or any(map(is_expert, model.parameters())):
         # ZeRO partitions experts over the ranks that hold the same ones, so they need groups of their own.
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 

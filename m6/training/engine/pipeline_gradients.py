@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from m6.config.run import RunConfig
-from m6.training.engine.clipping import gradient_norm
+from m6.training.engine.clipping import PartGroups, gradient_norm
 from m6.training.engine.handover import give_partition
-from m6.training.engine.partitions import is_expert
 from m6.training.mesh import Mesh, expert_group
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class StageGradients:
     def __init__(self, deepspeed: DeepSpeedEngine, config: RunConfig, mesh: Mesh) -> None:
         self.norm = torch.zeros((), device=mesh.device)
         self._mesh, self._device = mesh, mesh.device
-        self._expert_group = expert_group("expert_parallel", mesh.dims.ep)
+        self._part_groups = PartGroups(mesh.tensor, expert_group("expert_parallel", mesh.dims.ep))
         self._zero = deepspeed.optimizer if config.deepspeed.zero_stage > 0 else None
         deepspeed.enable_backward_allreduce = False
         deepspeed.set_gradient_accumulation_boundary(True)  # each step of DeepSpeed is an update
@@ -76,10 +75,8 @@ class StageGradients:
         if self._zero is not None and self._zero.gradient_accumulation_dtype == torch.float16:
             # What is finite in fp32 may not be so in the optimizer's partition.
             gradients = {parameter: gradient.half() for parameter, gradient in gradients.items()}
-        experts = [gradient for parameter, gradient in gradients.items() if is_expert(parameter)]
-        dense = [gradient for parameter, gradient in gradients.items() if not is_expert(parameter)]
         squares = torch.zeros(self._mesh.dims.pp, dtype=torch.float64, device=self._device)
-        norm = gradient_norm(dense, experts, self._expert_group, self._device, other_squares)
+        norm = gradient_norm(gradients, self._part_groups, self._device, other_squares)
         squares[self._mesh.dims.pp_rank] = norm.double().square()
         measured = dist.all_reduce(squares, group=group, async_op=True)
         if self._zero is None:

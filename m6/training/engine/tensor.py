@@ -1,98 +1,93 @@
-"""The engine of ``m6.parallel.tensor``: matrices that are divided over ranks, inside of DeepSpeed's ZeRO."""
+"""Matrices that are divided over ranks, in checkpoints: fragments of whole ones."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from m6.architecture.sharing import Sharing
 from m6.checkpoints.fragment import Fragment
-from m6.config.run import RunConfig
 from m6.model.tensor.placement import Shard
-from m6.training.engine.engine import Engine
+from m6.training.engine.partitions import is_divided
 from m6.training.mesh import Mesh
-from m6.training.offloading.experts import OffloadedExperts
-
-if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
 
 _Key = tuple[str, str]
 """Name and kind of a tensor, see ``Fragment``."""
 
 
-class TensorEngine(Engine):
-    """The ranks of a tensor group compute the same hidden states from their parts of matrices.
+class DividedMatrices:
+    """Puts the parts of matrices together for checkpoints, and takes them apart again.
 
-    Gradients of whole parameters are then equal on all of them, and those of parts need no sum but that over
-    micro-batches.
+    A fragment is a flat range of a whole matrix, and a part of a matrix is many ranges. So ``joined`` puts divided
+    matrices together, and yields a range of them to each rank of the stage. ``take_back`` takes the parts back.
 
-    A fragment is a flat range of a whole matrix, and a part of a matrix is many ranges. So ``fragments`` puts divided
-    matrices together, and yields a range of them to each rank of the run. ``publish_weights`` takes the parts back.
+    The ranks of a tensor group have the same gradients of whole parameters, and copies of these.
+
+    Args:
+        mesh: of this rank; all ranks make this object.
+        module: the part of the model on this rank.
+
+    Attributes:
+        stage: the ranks with the same layers; None: all.
     """
 
-    def __init__(
-        self,
-        deepspeed: DeepSpeedEngine,
-        config: RunConfig,
-        mesh: Mesh,
-        offloaded: OffloadedExperts | None = None,
-        sharing: Sharing | None = None,
-    ) -> None:
-        super().__init__(deepspeed, config, mesh, offloaded, sharing)
-        self._expert_group = mesh.model  # whose ranks have other parts of the gradient, see ``clip_gradients``
+    def __init__(self, mesh: Mesh, module: nn.Module) -> None:
+        self._dims, self._device, self.stage = mesh.dims, mesh.device, mesh.stage()
+        parameters = dict(module.named_parameters())
         self._shards: dict[str, Shard] = {
-            name: parameter.shard for name, parameter in self.module.named_parameters() if hasattr(parameter, "shard")
+            name: parameter.shard for name, parameter in parameters.items() if hasattr(parameter, "shard")
         }
+        self._copied = {name for name, parameter in parameters.items() if not is_divided(parameter)}
+        self._copied |= {name for name, _ in module.named_buffers()}
         self._lent: dict[_Key, Fragment] = {}
 
-    def begin_step(self, learning_rate: float, shares: tuple[int, ...] | None = None) -> None:
-        """See ``Engine.begin_step``."""
-        self._lent.clear()  # a checkpoint has been written
-        super().begin_step(learning_rate, shares)
+    def forget(self) -> None:
+        """Frees the whole matrices of a checkpoint that has been written."""
+        self._lent.clear()
 
-    def fragments(self, to_fill: bool = False) -> Iterator[Fragment]:
-        """See ``Engine.fragments``; all ranks call it together."""
+    def joined(self, fragments: Iterable[Fragment]) -> Iterator[Fragment]:
+        """The fragments of this rank, with ranges of whole matrices in the place of parts.
+
+        All ranks of the stage call it together.
+        """
         self._lent.clear()
         parts: dict[_Key, list[Fragment]] = {}
-        dims = self._mesh.dims
-        for fragment in super().fragments(to_fill):
+        for fragment in fragments:
             if fragment.name in self._shards:
                 parts.setdefault((fragment.name, fragment.kind), []).append(fragment)
-            else:
+            elif fragment.name in self._copied:
                 index, count = fragment.replica
-                shared = (index * dims.tp + dims.tp_rank, count * dims.tp)
-                yield replace(fragment, replica=shared)
+                yield replace(fragment, replica=(index * self._dims.tp + self._dims.tp_rank, count * self._dims.tp))
+            else:
+                yield fragment  # experts are not copied along tensor groups
         for key in self._keys(parts):
             whole = self._whole(key, parts.get(key, []))
-            begin, end = self._mesh.dims.share(whole.numel())
+            begin, end = self._dims.share(whole.numel())
             self._lent[key] = Fragment(*key, begin, whole.view(-1)[begin:end].clone(), tuple(whole.shape))
             yield self._lent[key]
 
-    def publish_weights(self) -> None:
-        """See ``Engine.publish_weights``; all ranks call it together."""
+    def take_back(self, fragments: Iterable[Fragment]) -> None:
+        """Writes what ``joined`` has yielded into these fragments of parts; all ranks of the stage call it together."""
         lent, self._lent = self._lent, {}
         live: dict[_Key, list[Fragment]] = {}
-        for fragment in super().fragments():
+        for fragment in fragments:
             live.setdefault((fragment.name, fragment.kind), []).append(fragment)
         for key, fragment in lent.items():
             whole = torch.zeros(fragment.shape, dtype=fragment.data.dtype, device=fragment.data.device)
             whole.view(-1)[fragment.offset : fragment.end] = fragment.data
-            dist.all_reduce(whole)
+            dist.all_reduce(whole, group=self.stage)
             part = self._shards[fragment.name].of(whole).reshape(-1)
             for target in live.get(key, []):
                 target.data.copy_(part[target.offset : target.end])
-        super().publish_weights()
 
     def _keys(self, parts: dict[_Key, list[Fragment]]) -> list[_Key]:
-        """The divided tensors of all ranks, in one order: ZeRO may leave a rank nothing of a small one."""
-        found: list[list[_Key]] = [[] for _ in range(self._mesh.dims.world_size)]
-        dist.all_gather_object(found, list(parts))
+        """The divided tensors of the stage, in one order: ZeRO may leave a rank nothing of a small one."""
+        found: list[list[_Key]] = [[] for _ in range(dist.get_world_size(self.stage))]
+        dist.all_gather_object(found, list(parts), group=self.stage)
         return sorted({key for keys in found for key in keys})
 
     def _whole(self, key: _Key, fragments: list[Fragment]) -> Tensor:
@@ -105,5 +100,5 @@ class TensorEngine(Engine):
             if fragment.replica[0] == 0:  # each element comes from one rank
                 part[fragment.offset : fragment.end] = fragment.data
         place.copy_(part.view_as(place))
-        dist.all_reduce(whole)
+        dist.all_reduce(whole, group=self.stage)
         return whole

@@ -55,8 +55,8 @@ class OffloadedExperts:
     """This rank's offloaded experts with their gradients and optimizer state.
 
     DeepSpeed does not see these experts. As soon as a gradient is computed, it is summed over the ranks that hold the
-    same experts. The loss is multiplied by the number of all ranks; the update divides by it, in fp32, in which small
-    gradients do not become zero.
+    same experts. The loss is multiplied by the number of ranks with different micro-batches; the update divides by it,
+    in fp32, in which small gradients do not become zero.
 
     Args:
         model: on the meta device, with this rank's share of the experts. The constructor replaces the experts by
@@ -90,7 +90,7 @@ class OffloadedExperts:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         # The engine of "deterministic" sums gradients up itself. Neither it nor that of pipelines multiplies the loss.
         by_engine = config.m6.training.deterministic is not None
-        self._averaged_over = 1 if by_engine or config.pipeline is not None else world_size
+        self._averaged_over = 1 if by_engine or config.pipeline is not None else config.data_size(world_size)
         self._same_experts = expert_group("expert_data_parallel", self._ep_size) or replicas
         copies = 1 if world_size == 1 else dist.get_world_size(self._same_experts)
         uses = experts_of(model)

@@ -42,8 +42,9 @@ class Stage:
         # A checkpoint that was saved for the switch holds the Pseudo model and a switch_step: resuming delinks it.
         self.is_pseudo = self.settings is not None and self.switch_step is None
         self.planned_sharing = config.planned_sharing
-        # A rank of a pipeline has a part of them, and micro-batches that take turns are in several at a time.
-        self._compares_layers = config.pipeline is None and config.m6.training.micro_batches_at_once == 1
+        # A rank of a pipeline or a tensor group has a part of them, and micro-batches in turn are in several at a time.
+        is_whole = config.pipeline is None and config.tensor is None
+        self._compares_layers = is_whole and config.m6.training.micro_batches_at_once == 1
         self._rule = _make_rule(self.settings, saved.get("rule")) if self.settings is not None else None
 
     @property

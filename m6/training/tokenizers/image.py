@@ -36,7 +36,7 @@ from m6.lock import FolderLock
 from m6.model.patch_encoders import check_patch_encoder
 from m6.tokenizers.image.modeling import M6ImageTokenizer
 from m6.tokenizers.image.networks import ResBlock
-from m6.training.engine.clipping import gradient_norm, shrink
+from m6.training.engine.clipping import PartGroups, gradient_norm, shrink
 from m6.training.engine.matrices import MatrixLayout, Run
 from m6.training.engine.muon import Muon
 from m6.training.tokenizers.losses import PatchDiscriminator, PerceptualLoss, discriminator_loss
@@ -270,8 +270,9 @@ def _update(optimizer: torch.optim.AdamW, loss: Tensor, options: ImageTokenizerO
     optimizer.zero_grad()
     loss.backward()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    shrink(gradients, float(gradient_norm(gradients, [], None, loss.device)), options.gradient_clipping)
+    gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    norm = float(gradient_norm(gradients, PartGroups(None, None), loss.device))
+    shrink(list(gradients.values()), norm, options.gradient_clipping)
     optimizer.step()
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from m6.architecture.received import received_by_expert, received_by_pair
 from m6.config.checks import check_world_size
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
@@ -46,18 +45,12 @@ def test_refused(tmp_path: Path, case: str):
         run(tmp_path, tensor, **changes)
 
 
-@pytest.mark.parametrize("tensor", [ONE, SQUARE, CUBE])
-def test_experts_are_refused_with_the_numbers(tmp_path: Path, tensor: dict[str, Any]):
-    """Four experts, two choices of a token, micro-batches of 2 x 64 tokens: 64 tokens for an expert."""
-    with pytest.raises(UserError, match=r"divided by m6\.training\.ep_size already") as caught:
-        run(tmp_path, tensor, m6__moe={"num_experts": 4, "num_prototypes": 2})
-    ranks, placement = tensor["num_ranks"], tensor.get("placement", "1d")
-    divided, whole = received_by_pair(placement, ranks, 64, 32, 64), received_by_expert(ranks, 64, 32)
-    assert f"its 64 tokens of a micro-batch each of {ranks} ranks would receive {divided:,.0f} elements" in str(
-        caught.value
-    )
-    assert f"against {whole:,.0f} with ep_size {ranks}" in str(caught.value)
-    assert divided > whole
+def test_shared_experts_are_divided_by_all_ranks(tmp_path: Path):
+    """Also where a square divides the dense feed-forwards by its side alone."""
+    moe = {"num_experts": 4, "num_shared_experts": 1}
+    run(tmp_path, SQUARE, m6__model__ffn_hidden_size=66)
+    with pytest.raises(UserError, match=r"divides m6\.model\.ffn_hidden_size by 4, but it is 66"):
+        run(tmp_path, SQUARE, m6__model__ffn_hidden_size=66, m6__moe=moe)
 
 
 def test_ranks_that_read_the_same(tmp_path: Path):
@@ -67,6 +60,10 @@ def test_ranks_that_read_the_same(tmp_path: Path):
     with pytest.raises(UserError, match=r"num_ranks 2 does not divide the world size 3; start 4 ranks"):
         check_world_size(config, 3)
     check_world_size(config, 4)
+    staged = run(tmp_path, ONE, m6__parallel__pipeline={"num_ranks": 2}, m6__model__num_layers=4)
+    with pytest.raises(UserError, match=r"num_ranks 2 does not divide the 3 ranks that hold the same stage.*start 8"):
+        check_world_size(staged, 6)
+    check_world_size(staged, 8)
     places = [ParallelDims(rank, 4, tp=2) for rank in range(4)]
     assert [(each.dp_rank, each.tp_rank, each.reads_first) for each in places] == [
         (0, 0, True),

@@ -196,6 +196,10 @@ def test_prices_are_those_of_the_counted_elements(placement: Any, ranks: int, ch
         assert counted < found <= 1.5 * counted  # the forward pass again
     else:
         assert found == pytest.approx(counted, rel=1e-12)
+        # In a layer of experts a rank gathers the tokens' outputs, and in the backward pass their gradients.
+        of_experts = received_by_attention(ranks, tokens, hidden) + 2 * tokens * hidden * (ranks - 1) / ranks
+        found = tensor_block_s(layout, tokens, hidden, inner, 1, nodes, ring, num_shared=0)
+        assert found == pytest.approx(of_experts, rel=1e-12)
 
 
 def test_memory_is_that_of_the_parameters():

@@ -88,11 +88,13 @@ def test_any_world_keeps_the_experts_of_a_rank():
         parse_config(document)
 
 
-def test_tensor_groups_stay():
+@pytest.mark.parametrize("dense", [True, False])
+def test_tensor_groups_stay(dense: bool):
     """``may_change`` has no name for them, so that each layout divides the matrices as the run's JSON does."""
     document = run(may_change=None).document
-    document["m6"]["moe"], document["zero_optimization"] = None, {"stage": 1}
-    document["m6"]["training"]["ep_size"] = 1
+    document["zero_optimization"] = {"stage": 1}
+    if dense:
+        document["m6"]["moe"], document["m6"]["training"]["ep_size"] = None, 1
     document["m6"]["parallel"] = {"tensor": {"num_ranks": 2}}
     for nodes in (1, 2, 4):
         layout = replan(parse_config(document), NODE, nodes).layout

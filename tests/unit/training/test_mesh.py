@@ -46,10 +46,13 @@ def test_every_rank_has_a_place_of_its_own(world: list[ParallelDims]):
 
 
 @given(world=worlds(), numel=st.integers(0, 1000))
-def test_shares_of_elements_are_everything_once(world: list[ParallelDims], numel: int):
-    bounds = [dims.share(numel) for dims in world]
-    assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
-    assert bounds[-1][1] == numel
+def test_shares_of_a_stage_are_everything_once(world: list[ParallelDims], numel: int):
+    for stage in world[0].stages():
+        assert {world[rank].pp_rank for rank in stage} == {world[stage[0]].pp_rank}
+        bounds = [world[rank].share(numel) for rank in stage]
+        assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
+        assert bounds[-1][1] == numel
+    assert sum(map(len, world[0].stages())) == len(world)
 
 
 def groups_are_those_of_a_device_mesh(sizes: list[tuple[int, int]]) -> None:
