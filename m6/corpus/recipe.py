@@ -82,7 +82,7 @@ class InputSettings(Section):
     """One input of the corpus.
 
     Raises:
-        ValueError: the source is a file, a folder, a URL or a data set of the Hub, and has no name; a URL has a password.
+        ValueError: a file, folder, URL or data set of the Hub has no name, or a URL holds a password.
     """
 
     source: str = Field(

@@ -1,4 +1,4 @@
-"""Hashes of a short run on 1, 2 and 4 ranks, plain and with ``"deterministic": "any_world"``, and through kills.
+"""Hashes of a short run on 1 to 7 ranks, plain and with ``"deterministic": "any_world"``, and through kills.
 
 PYTHONPATH=. python scripts/benchmarks/any_world_hashes.py [CONFIG]      (default: configs/m6_smoke.json)
 
@@ -41,7 +41,11 @@ AUTOCAST = ("torch_autocast.enabled=true", "torch_autocast.dtype=bfloat16")
 RUNS: dict[str, tuple[tuple[str, ...], tuple[Attempt, ...]]] = {
     **{f"plain, ranks: {ranks}": ((), ((ranks, 1, None),)) for ranks in (1, 2, 4)},
     **{f"ranks: {ranks}, ZeRO {stage}": ((ANY,), ((ranks, stage, None),)) for stage in (0, 1) for ranks in (1, 2, 4)},
-    "ranks: 4, 2, 1, 4, killed after steps 3, 6, 9": ((ANY,), ((4, 1, 3), (2, 1, 6), (1, 0, 9), (4, 1, None))),
+    **{f"ranks: {ranks}, ZeRO 1": ((ANY,), ((ranks, 1, None),)) for ranks in (3, 5, 6, 7)},
+    "ranks: 4, 3, 2, 4, 1, killed after steps 3, 5, 7, 9": (
+        (ANY,),
+        ((4, 1, 3), (3, 1, 5), (2, 1, 7), (4, 1, 9), (1, 0, None)),
+    ),
     **{f"bf16, ranks: {ranks}": ((ANY, "bf16.enabled=true"), ((ranks, 1, None),)) for ranks in (1, 4)},
     **{f"autocast, AdamW, ranks: {ranks}": ((ANY, *AUTOCAST, *ADAMW), ((ranks, 1, None),)) for ranks in (1, 4)},
     **{f"ep_size 2, ranks: {ranks}": ((ANY, "m6.training.ep_size=2"), ((ranks, 1, None),)) for ranks in (2, 4)},

@@ -43,9 +43,9 @@ class Muon(torch.optim.AdamW):
         Args:
             momentum: mu.
             dtype: in which the products are computed that make a matrix orthogonal.
-            options: of AdamW.
+            options: of AdamW; it is fused unless they say otherwise.
         """
-        super().__init__(groups, fused=True, **options)
+        super().__init__(groups, **{"fused": True, **options})
         self.layouts = layouts
         self._momentum, self._dtype = momentum, dtype
 

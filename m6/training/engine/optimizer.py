@@ -17,13 +17,19 @@ from m6.training.engine.partitions import is_expert
 from m6.training.engine.tensor_norms import layouts_of
 
 
-def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, ep_size: int) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, settings: DeepSpeedSettings, ep_size: int, fused: bool = True
+) -> torch.optim.Optimizer:
     """Builds AdamW, Adafactor, Muon, LAMB or LARS, with weight decay only on matrices.
 
     A group's ``lr_ratio`` multiplies the run's learning rate.
 
     Adafactor keeps one row and one column of second moments per matrix, and per expert of a stack
     (Shazeer and Stern 2018, arXiv 1804.04235).
+
+    Args:
+        fused: AdamW updates all parameters of a group in one kernel. On CPUs the last elements of a partition are then
+            rounded in another way, so the bits depend on where ZeRO cuts, which any number of ranks may change.
     """
     params = settings.optimizer_params
     groups = parameter_groups(model, params["weight_decay"])
@@ -58,9 +64,8 @@ def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, ep_size: int)
             for parameter, (count, rows, columns) in blocks.items()
         }
         dtype = torch.float32 if settings.product_dtype == "fp32" else torch.bfloat16
-        return Muon(groups, layouts, params["momentum"], dtype, **adamw)
-    # fused: one kernel for all parameters of a group instead of several for each.
-    return torch.optim.AdamW(groups, fused=True, **adamw)
+        return Muon(groups, layouts, params["momentum"], dtype, fused=fused, **adamw)
+    return torch.optim.AdamW(groups, fused=fused, **adamw)
 
 
 class Adafactor(torch.optim.Adafactor):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from m6.training.engine.clipping import clip_gradients
+from m6.training.engine.clipping import PartGroups, clip_gradients
 from m6.training.engine.tensor_norms import Piece, TensorLayout, norms_of
 from m6.training.reporting.noise import GradientNoise
 
@@ -28,7 +28,7 @@ def test_clipping_is_that_of_pytorch(max_norm: float):
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         theirs.grad = ours.grad.clone()
     expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
-    assert clip_gradients(model, max_norm, None) == pytest.approx(float(expected), rel=1e-6)
+    assert clip_gradients(model, max_norm, PartGroups(None, None)) == pytest.approx(float(expected), rel=1e-6)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=0)
 
@@ -37,7 +37,7 @@ def test_the_norm_is_that_of_all_gradients_and_zero_does_not_clip():
     model = model_with_gradients(scale=100.0)
     before = [parameter.grad.clone() for parameter in model.parameters()]
     norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in before))
-    assert clip_gradients(model, 0.0, None) == pytest.approx(norm, rel=1e-6)
+    assert clip_gradients(model, 0.0, PartGroups(None, None)) == pytest.approx(norm, rel=1e-6)
     for parameter, gradient in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter.grad, gradient)
 
@@ -46,9 +46,9 @@ def test_parameters_without_a_gradient_do_not_count():
     model = model_with_gradients()
     model[0].weight.grad = None
     norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None))
-    assert clip_gradients(model, 0.0, None) == pytest.approx(norm, rel=1e-6)
+    assert clip_gradients(model, 0.0, PartGroups(None, None)) == pytest.approx(norm, rel=1e-6)
     model.zero_grad(set_to_none=True)
-    assert clip_gradients(model, 1.0, None) == 0.0
+    assert clip_gradients(model, 1.0, PartGroups(None, None)) == 0.0
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -56,7 +56,7 @@ def test_a_gradient_that_is_not_finite_is_told_and_left_alone(value: float):
     model = model_with_gradients()
     model[2].weight.grad[1, 1] = value
     before = [parameter.grad.clone() for parameter in model.parameters()]
-    assert not math.isfinite(clip_gradients(model, 1.0, None))
+    assert not math.isfinite(clip_gradients(model, 1.0, PartGroups(None, None)))
     for parameter, gradient in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0, equal_nan=True)
 
@@ -77,7 +77,7 @@ def test_the_norm_of_a_large_tensor_is_that_of_float64(large: tuple[torch.Tensor
     model = nn.Linear(LARGE // 10_000, 10_000, bias=False, device="meta")
     model.weight = nn.Parameter(torch.zeros_like(gradient).view(10_000, -1))
     model.weight.grad = gradient.clone().view(10_000, -1)
-    assert clip_gradients(model, 0.5 * norm, None) == pytest.approx(norm, rel=1e-9)
+    assert clip_gradients(model, 0.5 * norm, PartGroups(None, None)) == pytest.approx(norm, rel=1e-9)
     assert float(norms_of([model.weight.grad])[0]) == pytest.approx(0.5 * norm, rel=1e-6)  # fp32 gradients
     for parts in (gradient.chunk(2), gradient.split([10, LARGE - 10]), [gradient[:0], gradient]):
         assert float(norms_of(parts).square().sum().sqrt()) == pytest.approx(norm, rel=1e-9)
