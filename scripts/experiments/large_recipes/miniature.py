@@ -37,6 +37,8 @@ class Recipe:
         hidden, ffn, heads, layers, experts: a width or a count of the full size is divided by these.
         batch: samples of a step of the miniature.
         sources: weights of the sources of the miniature's data; None: in proportion to their rows.
+        tokenizer: a folder in the data.
+        pieces, codes: text pieces and image codes of that tokenizer.
     """
 
     file: Path
@@ -49,6 +51,9 @@ class Recipe:
     experts: int = 16
     batch: int = 32
     sources: Mapping[str, float] | None = None
+    tokenizer: str = "tokenizer"
+    pieces: int = 10_000
+    codes: int = 1024
 
 
 SOURCES = {"inews": 1.0, "poetry": 0.5, "emoji": 1.0, "icon_park": 1.0, "easy_vqa": 0.5}
@@ -60,7 +65,7 @@ def _shipped(name: str, cluster: str, devices: int) -> Recipe:
 
 
 def _candidate(name: str, cluster: str, devices: int, times: int, layers: int) -> Recipe:
-    """A candidate whose miniature is 128 wide, ``times`` narrower than the full size, and has four layers."""
+    """A candidate whose miniature is 64 wide, ``times`` narrower than the full size, and has four layers."""
     file = HERE / "candidates" / f"{name}.json"
     return Recipe(
         file,
@@ -68,19 +73,22 @@ def _candidate(name: str, cluster: str, devices: int, times: int, layers: int) -
         devices,
         hidden=times,
         ffn=times,
-        heads=times // 4,
+        heads=times // 8,
         layers=layers,
-        experts=2,
+        experts=4,
         batch=64,
         sources=SOURCES,
+        tokenizer="tokenizer_5000",
+        pieces=5_000,
+        codes=256,
     )
 
 
 RECIPES: dict[str, Recipe] = {
-    "candidate m6_base": _candidate("m6_base", "h100_x128", 8, 8, 3),
-    "candidate m6_10b": _candidate("m6_10b", "h200_x128", 16, 16, 4),
-    "candidate m6_100b": _candidate("m6_100b", "h200_x128", 64, 32, 6),
-    "candidate m6_1t": _candidate("m6_1t", "h200_x128", 512, 64, 8),
+    "candidate m6_base": _candidate("m6_base", "h100_x128", 8, 16, 3),
+    "candidate m6_10b": _candidate("m6_10b", "h200_x128", 16, 32, 4),
+    "candidate m6_100b": _candidate("m6_100b", "h200_x128", 64, 64, 6),
+    "candidate m6_1t": _candidate("m6_1t", "h200_x128", 512, 128, 8),
     "m6_base": _shipped("m6_base", "h100_x128", 8),
     "m6_10b": _shipped("m6_10b", "h100_x128", 16),
     "m6_100b": _shipped("m6_100b", "v100_32g_x128", 128),
@@ -90,7 +98,6 @@ RECIPES: dict[str, Recipe] = {
 STEPS = 2000
 VALIDATION = 256  # rows of each objective
 POSITIONS = 256
-TEXT_PIECES, IMAGE_CODES = 10_000, 1024  # of the tokenizer that README.md trains
 
 PROTOTYPES_ABOVE = 8  # more prototypes than these are divided by 4
 FEWEST_LAYERS, FEWEST_EXPERTS = 2, 8  # of a model; of a layer
@@ -155,7 +162,7 @@ def tokens_per_choice(full: Document) -> float:
 
 
 def _scale_model(model: Document, rule: Recipe) -> None:
-    model["text_vocab_size"], model["image_vocab_size"] = TEXT_PIECES, IMAGE_CODES
+    model["text_vocab_size"], model["image_vocab_size"] = rule.pieces, rule.codes
     # A layer's output keeps its deviation: initial weights grow with the root of what the width shrinks by.
     model["initializer_range"] = _rounded(model["initializer_range"] * math.sqrt(rule.hidden))
     model["hidden_size"] //= rule.hidden

@@ -148,7 +148,7 @@ def ngrams(file: Path = NGRAMS) -> str:
         return ""
     with file.open(encoding="utf-8", newline="") as opened:
         rows = list(csv.DictReader(opened))
-    return markdown_table(("objective", "model", "loss"), [[row[name] for name in row] for row in rows])
+    return markdown_table(tuple(rows[0]), [list(row.values()) for row in rows])
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ class MiniatureTrainer(Trainer):
 def document_of(case: Case, steps: int, data: Path, device: str) -> Document:
     """The JSON that a case trains."""
     small = miniature(changed(case.recipe, case.variant), case.recipe, steps, case.rate)
-    small["m6"]["data"] |= {"path": str(data), "tokenizer": str(data / "tokenizer")}
+    small["m6"]["data"] |= {"path": str(data), "tokenizer": str(data / RECIPES[case.recipe].tokenizer)}
     small["m6"]["training"]["seed"] = case.seed
     small["m6"].setdefault("logging", {})["wandb"] = "off"
     if device == "cpu" and small.get("fp16", {}).get("enabled"):
@@ -315,16 +315,19 @@ def train_all(arguments: argparse.Namespace) -> None:
 
 
 def measure_ngrams(arguments: argparse.Namespace) -> None:
-    """Writes what n-gram models of the training text reach on the miniatures' validation rows."""
-    file = arguments.work / "ngrams.json"
+    """Writes what n-gram models of the training text reach on the miniatures' validation rows, for each tokenizer."""
     arguments.work.mkdir(parents=True, exist_ok=True)
-    write_json(file, document_of(Case("m6_base", "dense", "cost", 1.0, 0), STEPS, arguments.data, "cpu"))
-    config = load_config(file)
     NGRAMS.unlink(missing_ok=True)
-    table = ResultTable(NGRAMS, ("objective", "model"))
-    for objective, losses in compute_baselines(config, open_data(config), config.m6.evaluation.num_rows).items():
-        for model, loss in losses.items():
-            table.append({"objective": objective, "model": model, "loss": f"{loss:.4f}"})
+    table = ResultTable(NGRAMS, ("tokenizer", "objective", "model"))
+    for recipe in {rule.tokenizer: recipe for recipe, rule in RECIPES.items()}.values():
+        file = arguments.work / "ngrams.json"
+        write_json(file, document_of(Case(recipe, "dense", "cost", 1.0, 0), STEPS, arguments.data, "cpu"))
+        config = load_config(file)
+        found = compute_baselines(config, open_data(config), config.m6.evaluation.num_rows)
+        for objective, losses in found.items():
+            for model, loss in losses.items():
+                name = RECIPES[recipe].tokenizer
+                table.append({"tokenizer": name, "objective": objective, "model": model, "loss": f"{loss:.4f}"})
 
 
 def main() -> None:
