@@ -16,17 +16,17 @@ from pathlib import Path
 
 
 def load_library(source: Path, flags: Sequence[str], compilers: Sequence[str], without_it: str) -> ctypes.CDLL | None:
-    """Loads the shared library of a C++ file, which is compiled if the cache does not have it.
+    """Loads the shared library of a C++ file, and compiles it first if the cache does not have it.
 
-    The cache is ``$XDG_CACHE_HOME/m6-recipes/kernels`` or ``~/.cache/m6-recipes/kernels``. Callers keep the result:
-    each call asks the compiler for its version. ``M6_RECIPES_BUILD=0`` in the environment forbids to compile, not to
-    load from the cache.
+    The cache is ``$XDG_CACHE_HOME/m6-recipes/kernels`` or ``~/.cache/m6-recipes/kernels``. Callers keep the result,
+    since each call starts the compiler to ask for its version. ``M6_RECIPES_BUILD=0`` in the environment forbids the
+    compilation, but not loading from the cache.
 
     Args:
         source: the C++ file.
         flags: options of the compiler. They have to contain ``-shared``.
         compilers: programs to look for on PATH, best first, if the environment variable ``CXX`` names none.
-        without_it: what the user loses without the library; begins the warning.
+        without_it: the user's loss without the library; begins the warning.
 
     Returns:
         The library; None, after a warning, if it cannot be compiled or loaded.
@@ -40,14 +40,15 @@ def load_library(source: Path, flags: Sequence[str], compilers: Sequence[str], w
 
 
 def remembered(library: ctypes.CDLL, name: str, decide: Callable[[], str], otherwise: str) -> str:
-    """What ``decide`` returned when it was first asked on this machine, for all processes from then on.
+    """The result of the first call of ``decide`` on this machine. All later processes get the same result.
 
-    It is kept beside the library. Of processes that ask at the same time all get the answer of the first one to write.
+    The answer is stored in a file next to the library. If several processes ask at the same time, all get the answer
+    of the first one to write.
 
     Args:
         library: of ``load_library``.
-        name: of the question, with everything that the answer depends on.
-        otherwise: the answer where none can be kept, so that no two processes decide for themselves.
+        name: of the question. It has to contain everything on which the answer depends.
+        otherwise: the answer if it cannot be stored. Two processes then still have the same answer.
     """
     path = Path(f"{library._name}.{hashlib.sha256(name.encode()).hexdigest()[:16]}.txt")
     try:
@@ -76,9 +77,9 @@ def processor_name() -> str:
 def _build(source: Path, flags: Sequence[str], compilers: Sequence[str]) -> Path:
     """Returns the library's path in the cache.
 
-    The file's name contains a checksum of everything that decides its content. The library is compiled under a
-    temporary name and then linked to its own, so processes that start together may all compile it: no process waits
-    for a lock that a killed one left, and no process loses a file that it has mapped.
+    The file's name contains a checksum of the source, the compiler and the flags. The library is compiled under a
+    temporary name and then linked to its own. So several processes may compile it at the same time. There is no lock,
+    so no process waits for one left by a killed process. No process loses a mapped file.
     """
     compiler = shlex.split(os.environ.get("CXX", "")) or [path for path in map(shutil.which, compilers) if path][:1]
     if not compiler:
@@ -98,7 +99,7 @@ def _build(source: Path, flags: Sequence[str], compilers: Sequence[str]) -> Path
             compiled = Path(folder) / library.name
             command = [*compiler, *flags, str(source), "-o", str(compiled)]
             subprocess.run(command, capture_output=True, text=True, check=True)
-            compiled.chmod(0o700)  # whatever the umask: what others may write is not loaded
+            compiled.chmod(0o700)  # whatever the umask: files writable by others are not loaded
             with compiled.open("rb") as file:
                 os.fsync(file.fileno())
             try:
@@ -113,7 +114,7 @@ def _build(source: Path, flags: Sequence[str], compilers: Sequence[str]) -> Path
 
 
 def _check_private(path: Path) -> None:
-    """Raises PermissionError if another user could have written what is about to be loaded."""
+    """Raises PermissionError if another user could have written the file."""
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
@@ -123,7 +124,7 @@ def _check_private(path: Path) -> None:
 
 
 def _processor() -> str:
-    """What ``-march=native`` depends on: the instruction sets of this processor."""
+    """The instruction sets of this processor. ``-march=native`` depends on them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,1 +1,1 @@
-"""The commands: one file for each group of them."""
+"""The commands of ``m6``, one file for each group."""

@@ -1,18 +1,17 @@
-"""Refuses an address space in which the libraries cannot work."""
+"""Refuses an address space too small for the libraries (``ulimit -v``)."""
 
 import os
 import resource
 
 from m6.errors import UserError
 
-# The smallest training maps 2.5 GiB on two cores, most of it libraries and the heaps of their threads. With less,
-# pyarrow may wait forever for a thread that could not be started, and extension modules end in errors of the
-# interpreter.
+# The smallest training maps 2.5 GiB on two cores, mostly for libraries and the heaps of their threads. With less,
+# pyarrow may wait forever for a thread after a failed start, and extension modules end in errors of the interpreter.
 _LIBRARIES, _THREAD = 4 << 30, 128 << 20
 
 
 def needed_bytes() -> int:
-    """The smallest address space: the libraries, and on each core a thread with a stack and a heap of its own."""
+    """The smallest address space in bytes: the libraries, and one thread with its stack and heap for each core."""
     return _LIBRARIES + (os.cpu_count() or 1) * _THREAD
 
 

@@ -1,4 +1,4 @@
-"""``m6 classify``: which of given labels a model writes for texts, or for a text beside pictures."""
+"""``m6 classify``: the most likely of given labels for texts, or for images with a text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def classify(
 
     The probabilities are among the given labels. Whether pictures match a caption is asked with the labels 是 and 不是.
     """
-    # Arguments are checked before torch and the model are loaded, which takes seconds.
+    # Arguments are checked before torch and the model are loaded, as loading takes seconds.
     check_utf8(command, text, context, *labels)
     if bool(text) == bool(texts) or (texts and images):
         raise UserError("classify: give a text, with or without --image, or a file of texts with --texts")
@@ -57,7 +57,7 @@ def classify(
     length = config.max_position_embeddings
     if not is_exported(run):
         settings = load_config(run / "config.json").m6
-        length = settings.data.sequence_length  # to which its training cut texts
+        length = settings.data.sequence_length  # training cut texts to this length
         if settings.objectives.text_classification.with_context and not (pictures or any(after for _, after in read)):
             print("warning: the model learned texts with a context, and none is given", file=sys.stderr)
     objective = "visual_question_answering" if pictures else "text_classification"
@@ -80,7 +80,7 @@ def classify(
 
 
 def _read_texts(path: Path) -> list[tuple[str, str]]:
-    """The texts of a file, each with what follows its tab."""
+    """The lines of a file as (text before the tab, text after it)."""
     parts = [line.partition("\t") for line in read_lines(path)]
     found = [(text, context) for text, _, context in parts if text.strip()]
     if not found:

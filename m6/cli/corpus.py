@@ -44,8 +44,8 @@ def corpus(
 
 
 def open_scorer(run: Path) -> "CaptionMatcher":
-    """Opens a recipe's ``matching_model``; the tasks of the corpus get this function."""
-    from m6.evaluation.caption_matcher import CaptionMatcher  # with torch, which most recipes do not need
+    """Opens a recipe's ``matching_model``. The tasks of the corpus receive this function as an argument."""
+    from m6.evaluation.caption_matcher import CaptionMatcher  # imports torch; most recipes do not need it
 
     return CaptionMatcher(run)
 

@@ -1,4 +1,4 @@
-"""``m6 data``: builds data folders, trains text tokenizers, encodes pictures to image codes."""
+"""``m6 data``: builds data folders, trains text tokenizers, encodes images to image codes."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ app = typer.Typer(help="Data sets: build shards with a manifest.", no_args_is_he
 
 
 def _processes(option: str, given: int | None) -> int:
-    """The number that an option gives, else that of the cores; UserError for more than they can be busy with."""
+    """The number of processes of an option, by default the number of cores. UserError for far more than the cores."""
     cores = usable_cores()
     check_number(option, given or cores, cores)
     return given or cores
@@ -24,7 +24,7 @@ def _processes(option: str, given: int | None) -> int:
 def _parse_limit(text: str) -> tuple[str, int]:
     """Parses ``N`` or ``SOURCE=N`` to the source (empty for ``N``) and the number of rows."""
     source, _, rows = text.rpartition("=")
-    if not re.fullmatch("[0-9]{1,15}", rows):  # str.isdigit also takes digits that int does not
+    if not re.fullmatch("[0-9]{1,15}", rows):  # str.isdigit also accepts digits unknown to int, such as "²"
         raise UserError(f"--limit {text}: expected N or SOURCE=N, as in 500 or emoji=500")
     return source, int(rows)
 
@@ -164,7 +164,7 @@ def tokenizer(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tokenizer that is in the folder.")] = False,
 ) -> None:
     """Trains a SentencePiece tokenizer on the train split of a data folder."""
-    # Imported here: "m6 data build" must not wait for torch.
+    # Imported here, as "m6 data build" must not wait for torch.
     from m6.data.manifest import Manifest
     from m6.training.tokenizers.text import train_text_tokenizer
 

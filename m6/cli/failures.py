@@ -1,4 +1,4 @@
-"""What the errors that end a command mean, and who is told."""
+"""The causes of errors at the end of a command, and the report of an error to the Slurm job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENOMEM
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Whether the disk is the cause of an error that a library may have raised anew."""
+    """Whether the disk is the cause of an error, also if a library raised another error from it."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL_DISK:
             return True
@@ -22,8 +22,8 @@ def is_full_disk(error: BaseException | None) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, in Python or in a library."""
-    # PyTorch's own type for it is that of GPUs; its allocator of host memory raises a plain RuntimeError.
-    # The loader of shared libraries raises ImportError.
+    # PyTorch has a type of its own for GPUs only; its allocator of host memory raises a plain RuntimeError. The loader
+    # of shared libraries raises ImportError.
     signs = (
         "can't allocate memory",
         "out of memory",
@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def tell_job(message: str, file: Literal["mistake", "over"] = "mistake") -> None:
-    """Writes the message to the attempt's folder, if this is an attempt of a Slurm job, which then ends.
+    """Writes the message to the attempt's folder, if this is an attempt of a Slurm job. The job then ends.
 
     Args:
         file: mistake: another attempt would fail in the same way; over: nothing is left to do.
@@ -44,7 +44,7 @@ def tell_job(message: str, file: Literal["mistake", "over"] = "mistake") -> None
     if attempt:
         from m6.files import write_text
 
-        # One node of several may see a mistake that is no one's, such as a disk that it has not mounted.
+        # The cause may be one faulty node of several, such as a missing mount, so its name is part of the message.
         several = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1
         place = f" (said on {os.environ.get('SLURMD_NODENAME')})" if several and file == "mistake" else ""
         write_text(Path(attempt, file), f"{message}{place}\n")

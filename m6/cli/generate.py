@@ -1,4 +1,4 @@
-"""``m6 generate``: pictures of captions, captions of pictures, answers about them, continuations of texts."""
+"""``m6 generate``: images from captions, captions of images, answers about images, continuations of texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from m6.generation.sampling import Sampling
 
 _FOR_PICTURES = ("num", "candidates", "guidance", "decoding", "passes", "batch_size")
-_SHOWN_WARNINGS = 8  # of captions that the model does not know
+_SHOWN_WARNINGS = 8  # at most, of captions unknown to the model
 _FOR_TEXTS = ("max_new_tokens", "num_beams")
 
 
@@ -76,7 +76,7 @@ def generate(
 ) -> None:
     """Generates pictures of captions, captions of pictures or answers about them, or the continuation of a text."""
     is_text_to_image = out is not None or out_dir is not None
-    # Arguments are checked before torch and the model are loaded, which takes seconds.
+    # Arguments are checked before torch and the model are loaded, as loading takes seconds.
     if is_text_to_image:
         refuse_options(context, _FOR_TEXTS, "is for texts")
     else:
@@ -141,7 +141,7 @@ def generate(
         print(f"warning: {warning}", file=sys.stderr)
     if len(generated.warnings) > _SHOWN_WARNINGS:
         print(f"warning: and {len(generated.warnings) - _SHOWN_WARNINGS} more of this kind", file=sys.stderr)
-    if out_dir is not None:  # before the grid, which may lie in it
+    if out_dir is not None:  # before the grid, as the grid may be a file in this folder
         write_pictures(generated.images, [text for text in texts for _ in range(num)], out_dir)
         print(out_dir)
     if out is not None:
@@ -192,7 +192,7 @@ def _write_texts(
     from m6.generation.captioning import caption, continue_as_learned, warn_unless_learned
 
     model, processor = load_run_model(run, device)
-    torch.manual_seed(seed % 2**64)  # the range that PyTorch takes; pictures take any integer, too
+    torch.manual_seed(seed % 2**64)  # PyTorch's range of seeds; the generation of images accepts any integer
     options: dict[str, Any] = {"num_beams": num_beams, "max_new_tokens": max_new_tokens, "do_sample": False}
     if sampling.effective_temperature > 0:
         # 0 is all tokens; without a value transformers draws from the 50 most likely ones.

@@ -1,4 +1,4 @@
-"""Quicker imports, where a command's start is most of what a person or a job waits for."""
+"""Faster imports, as imports take most of the time of a command's start."""
 
 import contextlib
 import gc
@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Inside ``with``, garbage is not looked for: torch and transformers make many objects, and all of them stay.
+    """Inside ``with``, Python's garbage collection is off: torch and transformers make many objects, all of them live.
 
-    It takes a seventh of their time. Later collections leave out what was made until then, which saves half a second.
+    Without it imports take a seventh less time. Afterwards all objects are frozen: later collections skip them, and
+    that saves half a second.
     """
     collects = gc.isenabled()
     gc.disable()

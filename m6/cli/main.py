@@ -1,6 +1,6 @@
 """The command line ``m6 COMMAND``. A user's mistake gives one line on stderr and exit code 2.
 
-Commands import what they need in their bodies: torch and DeepSpeed take seconds to import, and ``m6 --help`` needs
+Commands import heavy modules in their bodies: torch and DeepSpeed take seconds to import, and ``m6 --help`` needs
 neither.
 """
 
@@ -43,7 +43,7 @@ def _launched(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """What every command begins with. --local_rank is the deepspeed launcher's; ranks are read from the environment."""
+    """The options of every command. The deepspeed launcher passes --local_rank; ranks come from the environment."""
     end_with_launcher()
 
 
@@ -92,7 +92,7 @@ def _train(
 ) -> None:
     from m6.runs.evidence import answer_sigquit
 
-    # Before the slow imports below, so that a signal during them is not lost.
+    # Before the slow imports below, to catch signals during them.
     stop_flag = StopFlag()
     answer_sigquit()
     from m6.config.checks import check_has_model, check_world_size
@@ -102,7 +102,7 @@ def _train(
     from m6.runs.directory import RunDirectory
     from m6.runs.environment import is_main_of_environment, ranks_per_node, world_size_of_environment
 
-    # All checks come before anything is written, and those that need no torch before it is imported.
+    # All checks come before the first write, and checks without torch come before its import.
     folder = RunDirectory(run or Path("runs") / config.stem)
     if init is None:
         settings = load_config(config, tuple(overrides or ()))
@@ -134,9 +134,9 @@ def _train(
     if restart or finished_pseudo_stage(settings, folder.checkpoints) is None:
         runtime = start()
         on_main_rank(functools.partial(warn_at_start, settings, data, runtime.nodes))
-        del data  # the training opens it for itself
+        del data  # the training opens it again
         pretrain_run(settings, folder.root, runtime, stop_flag, calibration, restart)
-    # The run is saved. A late stop signal would only turn success into a failure.
+    # The run is saved. A stop signal from now on would only turn success into a failure.
     stop_flag.ignore()
     step = finished_pseudo_stage(settings, folder.checkpoints)
     if step is not None and is_main_of_environment():
@@ -277,7 +277,7 @@ def plot(
         raise UserError("plot: give either --experts or --memory")
     if experts:
         from m6.plots.experts import plot_experts as draw
-    elif memory:  # needs the model, which takes seconds to import
+    elif memory:  # needs the model; its import takes seconds
         from m6.plots.memory import plot_memory as draw
     else:
         from m6.plots.run import plot_run as draw

@@ -1,4 +1,4 @@
-"""Arguments that several commands have, with one name and one explanation each."""
+"""Arguments of several commands, with one name and one explanation each."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_utf8(context: typer.Context, *texts: str) -> None:
 
 
 def check_file(out: Path, expected: str) -> None:
-    """Raises UserError before the work of a command if it cannot write to ``out`` in the end."""
+    """Raises UserError if a command could not write to ``out`` at its end. Called before the work of the command."""
     if out.is_dir():
         raise UserError(f"--out {out}: is a folder; expected {expected} to write")
     if reason := why_unwritable(out.parent):
@@ -70,7 +70,7 @@ def check_file(out: Path, expected: str) -> None:
 
 
 def check_report(out: Path) -> None:
-    """Raises UserError if ``out`` cannot be a Markdown report whose numbers are written beside it, to NAME.json."""
+    """Raises UserError if ``out`` cannot be a Markdown report. Its numbers go to NAME.json in the same folder."""
     check_file(out, "the Markdown file")
     if out.suffix == ".json":
         raise UserError(
@@ -79,7 +79,7 @@ def check_report(out: Path) -> None:
 
 
 def open_picture(path: Path) -> Image:
-    """Opens a picture in RGBA; UserError if it is missing or no picture."""
+    """Opens an image file in RGBA; UserError if it is missing or not an image."""
     from PIL import Image
 
     from m6.colours import to_rgba

@@ -1,4 +1,4 @@
-"""``m6 evaluate-pictures``: measures the quality of generated pictures."""
+"""``m6 evaluate-pictures``: measures the quality of generated images."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def evaluate_pictures(
         settings.image_size,
         None if among is None else set(read_captions(among)),
     )
-    judged_part(pictures, real.judged.captions)  # before a judge is trained
+    judged_part(pictures, real.judged.captions)  # checks its arguments, before the slow training of a judge
     inception_network = None if inception is None else open_inception(inception)
     device = default_device()
     network = load_or_train_judge(real.judged, settings, judge, device)

@@ -187,7 +187,7 @@ def frontier(
 
 
 def _compare_recipes(makes: dict[str, Callable[[int | None], Planner]], days: float | None, out: Path | None) -> None:
-    """Prints, and draws, which of several configurations ends lowest for a number of GPU-days."""
+    """Prints and draws the losses of several configurations for numbers of GPU-days, with the lowest one."""
     from m6.errors import UserError
     from m6.planning.recipes import PricedRecipe, budgets, recipes_report
     from m6.planning.search.planner import curve, device_counts
@@ -279,7 +279,7 @@ def calibrate(
     """Measures this machine: matrix products, memory and optimizer; under a launcher, also links between ranks."""
     import torch
 
-    import m6.training.loop  # noqa: F401 - the modules that a run imports are part of the memory measured here
+    import m6.training.loop  # noqa: F401 - the measured memory includes the modules of a run
     from m6.planning.machine.calibration import calibrate as measure
     from m6.planning.machine.profile import load_profile, save_profile
     from m6.runs.processes import start
@@ -320,7 +320,7 @@ def validate(
     calibration = Profile() if profile is None else load_profile(profile)
     if refit is not None and profile is None and refit.exists():
         raise UserError(f"--refit {refit}: exists; choose a new file, or give the profile to fit with --profile")
-    # The factors are saved with these rates, so they have to be fitted to predictions by these rates.
+    # The factors are saved with these rates, so they have to be fitted to predictions with the same rates.
     anew = profile is not None or refit is not None
     outcomes = [read_outcome(run, calibration if anew else None) for run in runs]
     if refit is not None:
@@ -341,7 +341,7 @@ def _planner(
     """Reads all files once, and returns a function from the number of devices (None: all) to a planner.
 
     Raises:
-        UserError: a file or a value is wrong, or the run has no Pseudo stage.
+        UserError: a file or a value is wrong, or the run has no Pseudo phase.
     """
     from m6.config.checks import check_has_model
     from m6.config.run import load_config

@@ -1,4 +1,4 @@
-"""``m6 plan replan``: what the job scripts ask before each attempt at a run with ``m6.elastic``."""
+"""``m6 plan replan``: called by the job scripts before each attempt at a run with ``m6.elastic``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def replan(
         from m6.checkpoints.finetuning import load_finetuning_config
 
         settings = load_finetuning_config(config, init, tuple(overrides or ()))
-    if settings.m6.elastic is None:  # the job scripts only guess that there is one
+    if settings.m6.elastic is None:  # the job scripts only search the text of the JSON for the section's name
         typer.echo(f"{config}: without m6.elastic the layout is that of the JSON")
         return
     from m6.checkpoints.discovery import complete_checkpoints
@@ -49,7 +49,7 @@ def replan(
 
     history = read_layouts(run)
     if failed and history:
-        # A layout that has made steps, of whatever stage, is not blamed for an attempt without one.
+        # A layout with finished steps, in either phase, is not blamed for an attempt without any.
         attempts = zip(history, measured_steps(run, history), strict=True)
         history[-1].failed = not any(each.layout == history[-1].layout and s is not None for each, s in attempts)
     with quick_imports():

@@ -1,4 +1,4 @@
-"""``m6 verify``: whether two runs are in the same state."""
+"""``m6 verify``: compares the states of two runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layout a run should use on a cluster, whether it fits, and how long a step takes.
+"""The planner: the best layout of a run on a cluster, its memory, and the time of a step.
 
-The folders depend on each other in one direction: ``machine`` <- ``cost`` <- ``search`` <- the modules of this folder.
+Imports go in one direction: ``machine`` <- ``cost`` <- ``search`` <- the modules of this folder.
 """

@@ -1,4 +1,4 @@
-"""What a run costs on a cluster: days, GPU-days, jobs, and what limits it."""
+"""The cost of a run on a cluster: days, GPU-days, jobs, and the limiting part of a step."""
 
 from __future__ import annotations
 
@@ -23,35 +23,36 @@ MANY_WITHOUT_EXPERT = 0.05  # share of the tokens
 
 @dataclass(frozen=True)
 class StageBooking:
-    """A stage of a run with its plan.
+    """A phase of a run (Pseudo or Real) with its plan.
 
     Attributes:
         stage: "pseudo" or "real".
-        layout: as the planner names it.
-        steps: of the stage; a Pseudo stage that may end earlier is taken to last until ``switch_step``.
+        layout: the planner's description of it.
+        steps: of the phase. A Pseudo phase counts up to ``switch_step``, even if it may end earlier.
         step_s: seconds of a step of the whole batch.
-        step_s_range: the same with the fastest and the slowest machine to be expected; on GPUs at least as wide as
-            the errors that were seen there.
+        step_s_range: the same on the fastest and the slowest expected machine; on GPUs at least as wide as the largest
+            errors seen there.
         samples: of all steps.
         samples_per_s, tokens_per_s: of all devices in such a step; padding counts as tokens.
-        days: of all steps, those of ``m6.training.batch_ramp`` by their samples, and of the waits for checkpoints: with
-            ``m6.checkpoint.async_save: false`` of each, else of one that takes longer than the steps until the next.
+        days: of all steps and of the waits for checkpoints. Steps of ``m6.training.batch_ramp`` count by their samples.
+            With ``m6.checkpoint.async_save: false`` training waits for each checkpoint, else only for the excess over
+            the steps until the next one.
         days_range: the same from ``step_s_range``.
         gpu_days: days times devices.
         device_gb: memory of the fullest device, in GB of 10^9 bytes.
         host_gb: memory of a node's host.
-        mfu: FLOPs of the forward and backward pass over the peak of the devices. Recomputation does not count, nor do
-            choices that a capacity is expected to drop.
-        experts_per_token: routed experts that compute a token of a sparse layer, expected of a balanced router; 0 for a
-            dense model.
-        tokens_without_expert: the share of the tokens of a sparse layer that lose all of their choices, likewise.
-        active_parameters: those that compute a token, with so many experts.
-        exposed_s: communication and host work of a step that computation waits for, in seconds.
-        hidden_s: the same that runs beside computation.
+        mfu: FLOPs of the forward and backward pass over the peak of the devices. Recomputation does not count. Choices
+            dropped by the capacity do not count either; their number is an expectation.
+        experts_per_token: routed experts of a token within the capacity, in a sparse layer; an expectation for a
+            balanced router. 0 for a dense model.
+        tokens_without_expert: the share of tokens of a sparse layer without an expert; an expectation, too.
+        active_parameters: parameters of a token's computation, with ``experts_per_token`` experts.
+        exposed_s: seconds a step of exposed communication and host work: computation waits for it.
+        hidden_s: seconds a step of communication and host work overlapped with computation.
         limited_by: the longest part of a step.
         jobs: jobs of the time limit, one after the other; None: the limit is too short for a step and a checkpoint.
         parts: seconds of a step by part.
-        range_source: what the range of the days stands for.
+        range_source: the meaning of the range of the days, as a sentence.
     """
 
     stage: str
@@ -80,11 +81,11 @@ class StageBooking:
 
 
 def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> StageBooking:
-    """The cost of one stage of a run."""
+    """The cost of one phase of a run."""
     config, cluster, time = planner.config, planner.cluster, plan.time
     batch = config.deepspeed.train_batch_size
     steps = stage_steps(planner)
-    # As many steps of the whole batch have the samples of the stage.
+    # Steps of the batch ramp have fewer samples, so count the samples of the phase in whole batches.
     whole_steps = stage_samples(planner) / batch
     fastest, slowest = _step_s_range(planner, plan)
     saving, checkpoint = config.m6.checkpoint, checkpoint_s(planner, plan)
@@ -125,7 +126,7 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
 
 
 def booking(stages: list[StageBooking], planner: Planner) -> dict[str, Any]:
-    """All stages and their sum, for ``--json``."""
+    """All phases and their sum, for ``--json``."""
     days = sum(stage.days for stage in stages)
     samples = sum(stage.samples for stage in stages)
     jobs = [stage.jobs for stage in stages]
@@ -184,13 +185,13 @@ def booking_table(stages: list[StageBooking], planner: Planner, time_limit_min: 
 
 
 def _loss(stages: list[StageBooking], planner: Planner) -> LossPrediction:
-    """The loss at the end of the run, with the experts that the last stage computes."""
+    """The loss at the end of the run, with the expected experts per token of the last phase."""
     computed = stages[-1].experts_per_token or None
     return predicted_loss(planner.config, planner.config.m6.training.total_steps, computed)
 
 
 def _experts_line(stage: StageBooking, planner: Planner) -> str:
-    """How many experts compute a token, and which keys leave others out; empty for a dense model."""
+    """The number of experts of a token, and the keys of the capacity; empty for a dense model."""
     if planner.config.model.moe is None:
         return ""
     moe = planner.config.model.moe_config()
@@ -211,7 +212,7 @@ def _experts_line(stage: StageBooking, planner: Planner) -> str:
 
 
 def _step_s_range(planner: Planner, plan: PricedLayout) -> tuple[float, float]:
-    """Seconds of the fastest and of the slowest step that are to be expected."""
+    """Seconds of the fastest and of the slowest expected step."""
     fastest, slowest = (
         TimeModel(planner.config, planner.cluster, profile, planner.memory)(plan.layout).total
         for profile in planner.profile.bounds()
@@ -229,7 +230,7 @@ def _seen_error(planner: Planner, plan: PricedLayout) -> tuple[str, float]:
 
 
 def _range_line(planner: Planner, plan: PricedLayout) -> str:
-    """What the range of the days stands for."""
+    """The meaning of the range of the days."""
     kind, error = _seen_error(planner, plan)
     if planner.profile.factors:
         return "The range is a fifth of the prediction to both sides: factors were fitted to runs."

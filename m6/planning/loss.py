@@ -28,12 +28,12 @@ _Z = 1.96
 
 @dataclass(frozen=True)
 class Scale:
-    """What the law predicts from.
+    """The variables of the law.
 
     Attributes:
-        parameters: N, those that compute a token, without embeddings and the network of patches.
-        expansion: X, experts over the experts that compute a token; 1 for a dense model.
-        tokens: D, trained on, without padding.
+        parameters: N, active parameters of a token, without embeddings and the patch encoder.
+        expansion: X, experts over active experts of a token; 1 for a dense model.
+        tokens: D, tokens of the training, without padding.
     """
 
     parameters: float
@@ -42,10 +42,10 @@ class Scale:
 
     @classmethod
     def of(cls, model: ModelSettings, tokens: float, experts_per_token: float | None = None) -> Scale:
-        """The scale of a model that trains on so many tokens.
+        """The scale of a model trained on ``tokens`` tokens.
 
         Args:
-            experts_per_token: see ``num_parameters``; None: all that a token chooses, as without a capacity.
+            experts_per_token: see ``num_parameters``; None: all chosen experts of a token, as without a capacity.
         """
         counts = num_parameters(model, experts_per_token=experts_per_token)
         active = counts["active_per_token"] - counts["embeddings"] - counts["patch_encoder"]
@@ -63,10 +63,10 @@ class Scale:
 class Coefficients(Section):
     """L = floor + (a (N X^gamma)^-alpha + b D^-beta)^kappa, with N and D in millions.
 
-    With kappa 1 the sum is that of Hoffmann et al. (arXiv 2203.15556, equation 2); without a floor it is that of Kaplan
-    et al. (arXiv 2001.08361, equation 1.5), where parameters matter less the fewer tokens there are. Experts count as
-    more parameters, a power of their number, as in Clark et al. (arXiv 2202.01169, equation 1), whose law is a product
-    of powers of both.
+    With kappa 1 it is the law of Hoffmann et al. (arXiv 2203.15556, equation 2). Without a floor it is the law of
+    Kaplan et al. (arXiv 2001.08361, equation 1.5): with fewer tokens, parameters matter less. Experts count as more
+    parameters, by a power of their number, as in Clark et al. (arXiv 2202.01169, equation 1). Their law is a product of
+    powers of both.
     """
 
     floor: float = Field(ge=0)
@@ -85,7 +85,7 @@ class Coefficients(Section):
 
 
 class Recipe(Section):
-    """What the fitted runs were trained with; another recipe has another law.
+    """The training recipe of the fitted runs. Another recipe has another law.
 
     Attributes:
         optimizer: of the matrices, and of the experts if they have another.
@@ -116,12 +116,12 @@ class Range(Section):
 
 @dataclass(frozen=True)
 class LossPrediction:
-    """A loss in nats a token with its interval, and what of the scale is outside of the fitted runs.
+    """A loss in nats a token with its interval, and the variables outside of the range of the fitted runs.
 
     Attributes:
         loss: by the fit.
         low, high: the interval.
-        beyond: name -> how many times the value is above the largest or below the smallest of the fitted runs.
+        beyond: name -> factor by which the value is above the largest or below the smallest of the fitted runs.
     """
 
     loss: float
@@ -137,12 +137,12 @@ class ScalingLaw(Section):
     """A fitted law.
 
     Attributes:
-        origin: where its runs are described.
-        measure: what the loss is.
-        recipe: what the runs were trained with.
-        runs: how many it was fitted to.
+        origin: the description of its runs.
+        measure: the meaning of the loss.
+        recipe: of the runs.
+        runs: number of fitted runs.
         parameters, expansion, tokens: ranges of the runs, in the units of :class:`Scale`.
-        fill: share of the runs' positions that held tokens; the others were padding.
+        fill: share of the runs' positions with tokens; the others were padding.
         fit: of all runs.
         resampled: of runs drawn with replacement (bootstrap).
         residual: standard deviation of log(measured / fitted) over the runs.
@@ -172,7 +172,7 @@ class ScalingLaw(Section):
         return LossPrediction(loss, loss * math.exp(-below), loss * math.exp(above), self.beyond(scale))
 
     def beyond(self, scale: Scale) -> dict[str, float]:
-        """Which quantities of ``scale`` are outside of the fitted runs, and by which factor."""
+        """The variables of ``scale`` outside of the range of the fitted runs, with their factors."""
         found = {}
         for name in ("parameters", "expansion", "tokens"):
             value, covered = getattr(scale, name), getattr(self, name)
@@ -184,9 +184,7 @@ class ScalingLaw(Section):
 
 Array = NDArray[np.float64]
 _HUBER = 0.01
-
-
-"""Relative errors beyond this count linearly, so that a run that went wrong does not bend the law."""
+"""Relative errors beyond this count linearly, so a failed run does not bend the law."""
 
 
 def fit(scales: Sequence[Scale], losses: Sequence[float], start: Coefficients | None = None) -> Coefficients:
@@ -195,7 +193,7 @@ def fit(scales: Sequence[Scale], losses: Sequence[float], start: Coefficients | 
     Args:
         scales: of the runs.
         losses: of the same runs, in nats a token.
-        start: of the search; None: a grid of starts, of which the best result counts.
+        start: of the search; None: a grid of starts, and the best result counts.
 
     Raises:
         ValueError: fewer runs than coefficients.
@@ -246,7 +244,7 @@ def fit_law(
     resamples: int = 200,
     seed: int = 0,
 ) -> ScalingLaw:
-    """The law of these runs, with fits of ``resamples`` draws of them with replacement.
+    """The law of these runs, with ``resamples`` further fits to runs drawn with replacement.
 
     Args:
         scales, losses: as in :func:`fit`.
@@ -280,7 +278,7 @@ def fit_law(
 
 
 def _start(floor: float, rest: float, alpha: float, beta: float, kappa: float) -> Array:
-    """Where a search begins: one million parameters and one million tokens lack as much."""
+    """The start of a search: the terms of one million parameters and of one million tokens are equal."""
     half = np.log(rest) / kappa - np.log(2)
     return np.array([np.log(floor), half, alpha, 0.3, half, beta, kappa])
 
@@ -291,19 +289,17 @@ def _vector(law: Coefficients) -> Array:
 
 _DAY_S = 86400.0
 _PARTS = (0.125, 0.25, 0.5, 1.0)
-
-
-"""Of the days that :func:`learned_by_days` asks about."""
+"""Shares of the days of :func:`learned_by_days`."""
 
 
 @functools.cache
 def shipped_law() -> ScalingLaw:
-    """The law of configs/scaling/law.json, which scripts/experiments/recipe/fit.py writes."""
+    """The law of configs/scaling/law.json, written by scripts/experiments/recipe/fit.py."""
     return read_model(ScalingLaw, CONFIGS / "scaling" / "law.json")
 
 
 def recipe_of(config: RunConfig) -> Recipe:
-    """What a run trains with, as the law names it."""
+    """The recipe of a run, in the names of the law."""
     optimizer, store = config.deepspeed.optimizer_type, config.expert_store
     of_experts = None if store is None else store.optimizer
     if of_experts is not None and of_experts.type != optimizer:
@@ -313,10 +309,10 @@ def recipe_of(config: RunConfig) -> Recipe:
 
 
 def predicted_loss(config: RunConfig, steps: float, experts_per_token: float | None = None) -> LossPrediction:
-    """The loss of the run's model after so many steps, with the share of padding that the law's runs had.
+    """The loss of the run's model after ``steps`` steps, with the share of padding of the law's runs.
 
     Args:
-        experts_per_token: what the capacity leaves over; None: what is expected of the run's own micro-batch.
+        experts_per_token: experts of a token within the capacity; None: the expectation for the run's own micro-batch.
     """
     law, expected = shipped_law(), config.expected_routing
     if experts_per_token is None and expected is not None:
@@ -326,7 +322,7 @@ def predicted_loss(config: RunConfig, steps: float, experts_per_token: float | N
 
 
 def loss_document(prediction: LossPrediction) -> dict[str, Any]:
-    """For ``--json``: the loss, its interval, and by which factor the run is outside of the law's runs."""
+    """For ``--json``: the loss, its interval, and the factors by which the run exceeds the range of the law's runs."""
     return {
         "measure": shipped_law().measure,
         "recipe": shipped_law().recipe.model_dump(),
@@ -352,7 +348,7 @@ def loss_line(prediction: LossPrediction, config: RunConfig) -> str:
 
 
 def learned_by_days(config: RunConfig, step_s: dict[int, float], days: float) -> dict[int, list[tuple[float, float]]]:
-    """(days, loss) by number of devices, for parts of ``days`` in which at least one step ends.
+    """(days, loss) by number of devices, for parts of ``days`` with at least one step.
 
     Args:
         step_s: seconds of a step by number of devices.

@@ -1,4 +1,4 @@
-"""Predictions of a run's memory and time: made at its start, kept in its folder, compared with measurements."""
+"""Predictions of a run's memory and time: made at its start, kept in RUN/plan.json, compared with measurements."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def predict_memory(
 
     Args:
         batch: the shape of a micro-batch.
-        sharing: what the layers share in the Pseudo stage; None: nothing.
-        place: of the rank in its pipeline; None: the rank that needs most.
+        sharing: what the layers share in the Pseudo phase; None: nothing.
+        place: of the rank in its pipeline; None: the fullest rank.
 
     Raises:
         UserError: the run does not fit ``world_size``.
@@ -70,16 +70,16 @@ def predict_memory(
 def check_memory(config: RunConfig, world_size: int, ranks_per_node: int) -> None:
     """Raises UserError if this machine can never hold the run, before anything is allocated.
 
-    Counted are weights, gradients and optimizer state alone, which are exact, against all memory that there is.
+    Weights, gradients and optimizer state are compared with the whole memory. Only these count, since they are exact.
 
     Args:
-        ranks_per_node: of the run, which share the memory of a host.
+        ranks_per_node: ranks of the run on this machine; they share its memory.
     """
     if config.m6.lora is not None:
-        return  # the model of memory does not know adapters, whose run has fewer gradients
+        return  # the memory model does not know adapters; a run with adapters has fewer gradients
     memory_of = MemoryModel(config, Profile(), full_row(config), config.last_sharing)
     on_gpu = torch.cuda.is_available()
-    # The ranks of a pipeline differ: a GPU must hold the fullest, a host may have any of them.
+    # The ranks of a pipeline differ. Each has a GPU, so the fullest decides. A host may have any of them.
     footprint = (max if on_gpu else min)(
         memory_of.footprints(layout_of(config, world_size)), key=lambda each: each.resident
     )
@@ -114,7 +114,7 @@ def describe_memory(footprint: MemoryFootprint) -> str:
 
 
 def announce(run: Path, config: RunConfig, world_size: int, batch: BatchShape, profile: Profile) -> str:
-    """Predicts the run, writes the prediction to its folder, and returns it as a line; or why there is none."""
+    """Predicts the run, writes the prediction to its folder, and returns it as a line, or the reason against one."""
     try:
         cluster = detect_cluster(world_size)
         layout = layout_of(config, world_size)
@@ -144,23 +144,23 @@ def announce(run: Path, config: RunConfig, world_size: int, batch: BatchShape, p
     most = f"memory at most {format_gb(plan.footprint.peak)} a rank and {format_gb(plan.footprint.host)} offloaded"
     if not _predicts_seconds(calibrated):
         return f"plan: {plan.layout}: {most}; seconds a step on a CPU need a profile of `m6 plan calibrate`"
-    # The line stands in logs, far from the README that explains assumed efficiencies.
+    # The line stands in logs, far from the explanation of assumed efficiencies in the README.
     stamp = "" if calibrated else " (uncalibrated)"
     return f"plan: {plan.layout}: {plan.time.total:.3g} s a step{stamp}, {most}"
 
 
 def _predicts_seconds(calibrated: bool) -> bool:
-    """Whether seconds are worth printing: CPUs differ too much from each other for assumed efficiencies.
+    """Whether predicted seconds are worth printing: CPUs differ too much from each other for assumed efficiencies.
 
-    Small steps on two cores took 2 to 22 times as long (scripts/experiments/first_contact).
+    Small steps on two cores took 2 to 22 times the prediction (scripts/experiments/first_contact).
     """
     return calibrated or torch.cuda.is_available()
 
 
 def _measurable(footprint: MemoryFootprint) -> tuple[int, int | None]:
-    """(bytes that the metric ``memory_bytes`` measures, bytes of the process among them).
+    """(predicted bytes of the metric ``memory_bytes``, bytes of the process among them).
 
-    On a GPU the metric is what PyTorch allocated there, without the process; on a CPU it is the whole process.
+    On a GPU the metric is PyTorch's allocated memory, without the process. On a CPU it is the whole process.
     """
     if torch.cuda.is_available():
         return footprint.peak - footprint.process, None
@@ -174,13 +174,13 @@ class Outcome:
     Attributes:
         run: the run's folder.
         layout: of the run.
-        parts: predicted seconds by part, without fitted factors: as at the start of the run, or as another profile
-            predicts them, see ``read_outcome``.
-        predicted_bytes: as predicted at the start of the run, with the factors of its profile.
+        parts: predicted seconds by part, without fitted factors: from the start of the run, or by another profile, see
+            ``read_outcome``.
+        predicted_bytes: from the start of the run, with the factors of its profile.
         activations: predicted bytes of activations, without a factor.
         process: predicted bytes of the process; None on a GPU, where the metric leaves them out.
-        measured_s: median of a step, without waiting for data and for checkpoints.
-        measured_bytes: the most that a step measured.
+        measured_s: median of a step, without waits for data and for checkpoints.
+        measured_bytes: the maximum over steps.
         states: predicted bytes of everything else.
     """
 
@@ -212,7 +212,7 @@ def read_outcome(run: Path, profile: Profile | None = None) -> Outcome:
     """Reads RUN/plan.json and RUN/metrics.jsonl. The first step does not count, unless it is the only one.
 
     Args:
-        profile: predicts the seconds anew, by its rates. None: they are those that the run predicted at its start.
+        profile: predicts the seconds again, with its rates; None: the prediction from the start of the run.
 
     Raises:
         UserError: a file is missing, unreadable or without steps.
@@ -243,12 +243,12 @@ def read_outcome(run: Path, profile: Profile | None = None) -> Outcome:
 
 
 def _unfitted_seconds(plan: dict[str, Any]) -> dict[str, float]:
-    """The seconds of a RUN/plan.json without the factors of the profile that the run had."""
+    """The seconds of a RUN/plan.json without the factors of the run's profile."""
     return {name: value / plan["factors"].get(name, 1.0) for name, value in plan["seconds"].items()}
 
 
 def _predict_again(run: Path, plan: dict[str, Any], profile: Profile) -> dict[str, float]:
-    """Seconds by part as the rates of ``profile`` predict them, without its factors."""
+    """Seconds by part, predicted with the rates of ``profile`` and without its factors."""
     if not {"cluster", "batch"} <= plan.keys():
         raise UserError(f"{run / _FILE}: has no cluster and no batch to predict the run again; validate a newer run")
     config = load_config(run / "config.json")
@@ -265,7 +265,7 @@ def _predict_again(run: Path, plan: dict[str, Any], profile: Profile) -> dict[st
 def outcome_line(run: Path) -> str:
     """Measurement and prediction in one line, for the end of a run; empty where they cannot be read or compared.
 
-    A run that is finished must not fail here: its metrics may have been removed, or its prediction be damaged.
+    A finished run must not fail here: its metrics may have been removed, or its prediction may be damaged.
     """
     try:
         plan, found = parse_object((run / _FILE).read_bytes()), read_outcome(run)
@@ -278,7 +278,7 @@ def _outcome_line(plan: dict[str, Any], found: Outcome) -> str:
     calibrated = plan.get("calibrated", False)
     seconds = f" (plan {sum(plan['seconds'].values()):.3g})" if _predicts_seconds(calibrated) else ""
     predicted = f"at most {format_gb(found.predicted_bytes)}"
-    # On a CPU the whole process is measured, and only a calibrated profile knows what it holds beside its tensors.
+    # On a CPU the whole process is measured. Only a calibrated profile knows its memory without tensors.
     memory = f"the plan counts its tensors alone: {predicted}" if found.process == 0 else f"plan {predicted}"
     return (
         f"measured: {found.measured_s:.3g} s a step{seconds}, "
@@ -287,7 +287,8 @@ def _outcome_line(plan: dict[str, Any], found: Outcome) -> str:
 
 
 def validation_table(outcomes: list[Outcome], profile: Profile) -> str:
-    """Markdown: the error of each run as ``profile`` predicts it; of several runs also rank correlation and regret."""
+    """Markdown: the errors of the predictions with ``profile``, run by run. For several runs also rank correlation and
+    regret."""
     rows = []
     for each in outcomes:
         seconds, memory = each.seconds(profile), each.bytes(profile)
@@ -311,7 +312,7 @@ def validation_table(outcomes: list[Outcome], profile: Profile) -> str:
 
 
 def refit(profile: Profile, outcomes: list[Outcome]) -> Profile:
-    """``profile`` with the factors and the memory of a process that fit these runs best."""
+    """``profile`` with factors and process memory fitted to these runs."""
     factors = fit_factors([each.parts for each in outcomes], [each.measured_s for each in outcomes])
     measured = [each.measured_bytes for each in outcomes]
     on_cpu = any(each.process is not None for each in outcomes)

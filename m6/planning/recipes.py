@@ -1,4 +1,4 @@
-"""What should be trained: the loss that each of several recipes reaches for a number of GPU-days on a cluster."""
+"""Compares recipes: the predicted loss of each one for a number of GPU-days on a cluster."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from m6.planning.loss import LossPrediction, Scale, predicted_loss, recipe_of, s
 
 _DAY_S = 86400.0
 _PARTS = (1 / 4096, 1 / 512, 1 / 64, 1 / 8, 1.0)
-"""Of the longest time that is asked about."""
+"""Shares of the longest time of a comparison."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """So many GPU-days, and the longest time in which they are spent."""
+    """A number of GPU-days, and the longest time to spend them."""
 
     gpu_days: float
     days: float
@@ -25,18 +25,18 @@ class Budget:
         return f"{_number(self.gpu_days)} GPU-days"
 
     def days_on(self, devices: int) -> float:
-        """How long so many devices compute. Few of them leave a part of a large budget unused."""
+        """Days of computation on ``devices`` devices. Few devices leave a part of a large budget unused."""
         return min(self.gpu_days / devices, self.days)
 
 
 @dataclass(frozen=True)
 class PricedRecipe:
-    """A recipe, and how fast it trains on parts of a cluster.
+    """A recipe, and its speed on parts of a cluster.
 
     Attributes:
         name: for the table.
         step_s: seconds of a step by number of devices, of the fastest layout; empty: no layout fits.
-        reason: why it is empty.
+        reason: the reason for an empty ``step_s``.
     """
 
     name: str
@@ -45,7 +45,7 @@ class PricedRecipe:
     reason: str = ""
 
     def devices(self, budget: Budget) -> int:
-        """The number of devices that takes the most steps within the budget."""
+        """The number of devices with the most steps within the budget."""
         return max(self.step_s, key=lambda devices: budget.days_on(devices) / self.step_s[devices])
 
     def after(self, budget: Budget) -> LossPrediction | None:
@@ -63,12 +63,12 @@ class PricedRecipe:
 
 
 def budgets(devices: int, days: float) -> list[Budget]:
-    """The budgets that a comparison asks about, up to all devices of a cluster for so many days."""
+    """The budgets of a comparison, up to all devices of a cluster for ``days`` days."""
     return [Budget(part * devices * days, days) for part in _PARTS]
 
 
 def lowest(recipes: Sequence[PricedRecipe], budget: Budget) -> tuple[PricedRecipe, list[PricedRecipe]] | None:
-    """The recipe with the lowest predicted loss, and all others whose intervals overlap with its interval."""
+    """The recipe with the lowest predicted loss, and all others with an overlapping interval."""
     found = [(recipe, loss) for recipe in recipes if (loss := recipe.after(budget)) is not None]
     if not found:
         return None
@@ -117,7 +117,7 @@ def _row(recipe: PricedRecipe, asked: Sequence[Budget]) -> list[str]:
 
 
 def _active(config: RunConfig) -> float:
-    """Parameters that compute a token, as the law counts them."""
+    """Active parameters of a token, by the count of the law."""
     routing = config.expected_routing
     return Scale.of(config.model, 1.0, None if routing is None else routing.experts_per_token).parameters
 

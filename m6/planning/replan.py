@@ -1,7 +1,7 @@
-"""The layout of a run on the nodes that its job has now.
+"""The layout of an elastic run on the present nodes of its job.
 
-Rubick (arXiv 2408.08586) plans a job again whenever its resources change, by a performance model that it fits to the
-job's own measurements. Here the model is the planner's, and the factors of its parts are fitted.
+Rubick (arXiv 2408.08586) plans a job again whenever its resources change, with a performance model fitted to the job's
+own measurements. Here the model is the planner's, and the factors of the parts of a step are fitted.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ _SETTINGS = (
     ("m6", "parallel", "pipeline"),
     ("m6", "parallel", "shares"),
 )
-"""The keys of a run's JSON that a layout of a run with ``m6.elastic`` sets."""
+"""The keys of a run's JSON set by a layout of a run with ``m6.elastic``."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A layout, and why it was chosen.
+    """A layout, and the reason for it.
 
     Attributes:
-        nodes: nodes that it uses.
+        nodes: number of its nodes.
         predicted_s: seconds of a step: measured if the run has had this layout, else predicted.
         parts: predicted seconds by part, without fitted factors.
-        grow_at: fewest nodes, more than the job has, on which a faster layout would be chosen; 0 if there are none.
+        grow_at: the smallest number of nodes above the job's own with a faster layout worth a change; 0 if there is
+            none.
     """
 
     nodes: int
@@ -55,7 +56,7 @@ class Decision:
     grow_at: int = 0
 
     def record(self, time: float, step: int, available: int) -> LayoutRecord:
-        """What RUN/slurm/layouts.jsonl says of it."""
+        """Its entry in RUN/slurm/layouts.jsonl."""
         return LayoutRecord(
             time=time,
             step=step,
@@ -77,18 +78,19 @@ def replan(
     measured: Sequence[float | None] = (),
     profile: Profile | None = None,
 ) -> Decision:
-    """Chooses the fastest layout for at most ``available`` nodes; it may leave nodes idle.
+    """Chooses the fastest layout for at most ``available`` nodes. It may leave nodes idle.
 
     Args:
         config: a run with ``m6.elastic``.
-        node: a cluster of one type of nodes; how many it has does not matter.
+        node: a cluster of one type of nodes; their number does not matter.
         available: nodes of the job.
         history: the run's layouts so far.
         measured: seconds of a step of each, None if there are none.
         profile: of the machine.
 
     Raises:
-        UserError: there are fewer nodes than ``min_nodes``, or no layout fits; the message says what would do.
+        UserError: there are fewer nodes than ``min_nodes``, or no layout fits; the message gives the reason for each
+            number of nodes.
     """
     settings = _settings(config)
     if available < settings.min_nodes:
@@ -126,9 +128,9 @@ def replan(
 
 
 def is_planned_work(config: RunConfig) -> Callable[[dict[str, Any]], bool]:
-    """Returns a test for entries of metrics.jsonl: whether their steps are what ``replan`` plans.
+    """Returns a test for entries of metrics.jsonl: whether their steps have the work planned by ``replan``.
 
-    That is a step of the last stage and of the whole batch.
+    Such a step belongs to the last phase and has the whole batch.
     """
     ramp = sum(stage.steps for stage in config.batch_sizes.ramp)
     # An entry stands for the steps of the interval before it.
@@ -142,14 +144,14 @@ def is_planned_work(config: RunConfig) -> Callable[[dict[str, Any]], bool]:
 
 
 def settings_of(config: RunConfig, layout: ParallelLayout) -> list[str]:
-    """The ``key.path=value`` overrides that give a run this layout."""
+    """The ``key.path=value`` overrides of a run's JSON for this layout."""
     document = configure(config, layout)
     found = []
     for path in _SETTINGS:
         value: Any = document
         for key in path:
             value = None if value is None else value.get(key)
-        # The run's JSON may have a section that this layout does not have.
+        # A section of the run's JSON has to be overridden even if the layout has no such section.
         taken_away = (path[1:2] == ("moe",) and config.m6.moe is not None) or (
             path[1:2] == ("parallel",) and getattr(config.m6.parallel, path[-1]) is not None
         )
@@ -159,7 +161,7 @@ def settings_of(config: RunConfig, layout: ParallelLayout) -> list[str]:
 
 
 def possible_nodes(config: RunConfig, ranks_per_node: int) -> list[int]:
-    """The numbers of nodes, within the bounds, on which the code can run the run; memory is not asked."""
+    """The feasible numbers of nodes within the bounds. Memory is not checked."""
     settings, feasibility = _settings(config), Feasibility(config)
     fixed = _fixed(config)
 
@@ -167,7 +169,7 @@ def possible_nodes(config: RunConfig, ranks_per_node: int) -> list[int]:
         world = nodes * ranks_per_node
         stages = [fixed["zero_stage"]] if "zero_stage" in fixed else range(4)
         sizes = [fixed["ep_size"]] if "ep_size" in fixed else [n for n in range(1, world + 1) if world % n == 0]
-        # Of all schedules 1f1b asks for the fewest micro-batches and layers.
+        # 1f1b, the default, requires the fewest micro-batches and layers of all schedules.
         pipelines = [fixed["pp_size"]] if "pp_size" in fixed else list(divisors(world))
         given = {name: value for name, value in fixed.items() if name not in ("zero_stage", "ep_size", "pp_size")}
         layouts = (
@@ -182,7 +184,7 @@ def possible_nodes(config: RunConfig, ranks_per_node: int) -> list[int]:
 
 
 def check_bounds(config: RunConfig, ranks_per_node: int) -> None:
-    """Raises UserError if no number of nodes within the bounds can run the run; the message names the nearest."""
+    """Raises UserError if no number of nodes within the bounds is feasible; the message names the nearest one."""
     settings = _settings(config)
     if possible_nodes(config, ranks_per_node):
         return
@@ -202,7 +204,7 @@ def check_bounds(config: RunConfig, ranks_per_node: int) -> None:
 
 
 def _layouts(config: RunConfig, node: Cluster, profile: Profile) -> tuple[list[Decision], dict[int, str]]:
-    """The fastest layouts of each number of nodes within the bounds, and why others have none."""
+    """The fastest layouts by number of nodes within the bounds, and the reasons for numbers without a layout."""
     settings, found, refusals = _settings(config), [], {}
     per_node, feasibility = node.nodes[0].devices_per_node, Feasibility(config)
     for nodes in range(settings.min_nodes, settings.max_nodes + 1):
@@ -229,19 +231,19 @@ def _layouts(config: RunConfig, node: Cluster, profile: Profile) -> tuple[list[D
 
 
 def _fixed(config: RunConfig) -> dict[str, Any]:
-    """The choices that must stay, by the names of ``ParallelLayout``."""
+    """The fixed choices, by the names of ``ParallelLayout``."""
     allowed = _settings(config).may_change
     if allowed is None:
         kept = () if config.m6.training.deterministic is None else FIXED_SUMS
         allowed = [name for name in CHANGEABLE if name not in kept]
-    own, free = choices_of(config), {*allowed, "shares"}  # which go with the number of ranks
+    own, free = choices_of(config), {*allowed, "shares"}  # shares depend on the number of ranks
     if "pipeline" in free:
         free |= {"pp_size", "schedule", "cut"}
     return {name: own[name] for name in DIMENSIONS if name not in free}
 
 
 def _learned(profile: Profile, history: Sequence[LayoutRecord], measured: Sequence[float | None]) -> Profile:
-    """``profile`` with the factors of the parts of a step that fit the run's own measurements."""
+    """``profile`` with factors of the parts of a step, fitted to the run's own measurements."""
     seen = [(r.parts, seconds) for r, seconds in zip(history, measured, strict=True) if seconds is not None]
     if not seen:
         return profile
@@ -256,7 +258,7 @@ def _settings(config: RunConfig) -> ElasticSettings:
 
 
 def node_of(config: RunConfig, ranks_per_node: int) -> Cluster:
-    """The nodes of the job: as ``m6.elastic.cluster`` describes them, or like this machine.
+    """The nodes of the job: the description in ``m6.elastic.cluster``, or nodes like this machine.
 
     Raises:
         UserError: the description is missing, has no network, or has other ranks on a node.

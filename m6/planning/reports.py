@@ -18,7 +18,7 @@ _HEADER = ("layout", "step s", "device GB", "host GB a node", "tokens/s")
 
 
 def run_report(plan: RunPlan) -> list[str]:
-    """A report of each stage: the plans that the search found, or why it found none."""
+    """A report of each phase: the plans found by the search, or the reason why there are none."""
     return [
         plan_report(stage, result, whole) if result.plans else no_plan_report(stage, result)
         for stage, result, whole in zip(plan.stages, plan.results, plan.whole, strict=True)
@@ -26,7 +26,7 @@ def run_report(plan: RunPlan) -> list[str]:
 
 
 def plan_report(planner: Planner, result: SearchResult, whole: str = "", num_plans: int = 5) -> str:
-    """The best plan, the next ones, and why each neighbour of the best is not better.
+    """The best plan, the next ones, and the reason against each neighbour of the best.
 
     Args:
         whole: see ``RunPlan``.
@@ -60,7 +60,7 @@ def plan_report(planner: Planner, result: SearchResult, whole: str = "", num_pla
 
 
 def no_plan_report(planner: Planner, result: SearchResult) -> str:
-    """Why nothing fits: the nearest layout with its memory, and what would hold the run."""
+    """The report if nothing fits: the nearest layout with its memory, and changes that would help."""
     nearest = result.nearest
     lines = [_title(planner), "", "**no layout fits**", ""]
     if nearest is not None:
@@ -76,7 +76,7 @@ def no_plan_report(planner: Planner, result: SearchResult) -> str:
 
 
 def _requirements(planner: Planner) -> list[str]:
-    """What would hold the run: more devices, streamed experts, a Pseudo stage."""
+    """Changes with enough memory for the run: more devices, streamed experts, a Pseudo phase."""
     smallest = smallest_cluster(planner)
     nodes = planner.cluster.nodes[0]
     enough = "with this global batch no number of them holds it"
@@ -94,7 +94,7 @@ def _requirements(planner: Planner) -> list[str]:
             f"the host memory of a node.{refused}"
         )
     if planner.memory.sharing is None and planner.config.m6.pseudo_to_real is None:  # otherwise it has its own report
-        # All of its layers share weights, so it has no pipeline.
+        # All layers of the Pseudo phase share weights, so it has no pipeline.
         forced = {**planner.forced, "pp_size": 1}
         pseudo = planner.changed(sharing=pseudo_sharing(planner.config), forced=forced).search()
         if pseudo.plans:
@@ -111,7 +111,7 @@ def _needed_settings(settings: OffloadSettings) -> str:
 
 
 def explanation(planner: Planner, judged: PricedLayout | Rejection) -> str:
-    """The price of one layout, or why it is rejected."""
+    """The price of one layout, or the reason against it."""
     if isinstance(judged, Rejection):
         text = f"{judged.layout}: {judged.reason}"
         if judged.kind == "infeasible":
@@ -137,7 +137,7 @@ def time_table(time: StepTime) -> str:
 
 
 def checkpoint_line(planner: Planner, plan: PricedLayout) -> str:
-    """Size and duration of a checkpoint, its copy in host memory, and when the job needs its signal."""
+    """Size and duration of a checkpoint, its copy in host memory, and the time of the job's signal."""
     known = "measured" if planner.profile.checkpoint_bytes_per_s else "assumed"
     size, seconds = format_gb(checkpoint_bytes(planner.memory, plan.layout)), checkpoint_s(planner, plan)
     copied = planner.cluster.smallest.devices_per_node * copied_bytes(planner.memory, plan.layout)
@@ -161,7 +161,7 @@ def memory_table(planner: Planner, layout: ParallelLayout) -> str:
 
 
 def tally_line(result: SearchResult) -> str:
-    """How many layouts were visited, and how many were rejected for which reason."""
+    """The number of visited layouts, and of rejected ones by reason."""
     parts = [f"{name} {number:,}" for name, number in sorted(result.tally.items(), key=lambda item: -item[1])]
     return f"{result.visited:,} layouts: {'; '.join(parts)}."
 

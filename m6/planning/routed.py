@@ -1,6 +1,7 @@
-"""What the routing of a configuration computes in training, in evaluation and for a token alone.
+"""Compares the routing of a configuration in training, in evaluation and for a token alone.
 
-``python -m m6.planning.routed`` prints the table of moe/README.md. A model is one function if the three agree.
+``python -m m6.planning.routed`` prints the table of moe/README.md. If the three differ, the model computes another
+function in generation than in training.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from moe.routing import route
 
 CONFIGURATIONS = ("m6_smoke", "m6_cpu", "m6_base", "m6_10b", "m6_100b", "m6_1t", "m6_10t")
 AGREEMENT = 0.1
-_ALONE = 64  # tokens that are routed one by one
+_ALONE = 64  # tokens routed one by one
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class Routed:
     """Means over tokens.
 
     Attributes:
-        experts: routed experts that compute a token.
+        experts: routed experts of a token within the capacity.
         without: share of the tokens without one.
-        gates: sum of the gates of the experts that compute a token.
+        gates: sum of the gates of these experts.
     """
 
     experts: float
@@ -43,22 +44,22 @@ class Routed:
 
 
 def routed(config: RunConfig, num_tokens: int, training: bool, alone: bool = False) -> Routed:
-    """Routes random tokens by random router weights of the run's deviation.
+    """Routes random tokens by random router weights with the run's standard deviation.
 
-    The inputs of a router are normalized, so each is drawn from a normal distribution with deviation 1. Such a router
-    is balanced; that of a real model is not, and drops more.
+    The inputs of a router are normalized, so each is drawn from a normal distribution with standard deviation 1. Such a
+    router is balanced. The router of a real model is not, and drops more tokens.
 
     Args:
         num_tokens: of a call, without padding.
-        training: whether the capacity is that of the training.
-        alone: the first tokens are routed one by one, as those that are generated with a cache.
+        training: the capacity is that of training, not of evaluation.
+        alone: the first tokens are routed one by one, as in generation with a cache.
     """
     moe = config.model.moe_config()
     generator = torch.Generator().manual_seed(0)
     width, deviation = config.model.hidden_size, config.model.initializer_range
     weight = deviation * torch.randn(moe.num_experts, width, generator=generator)
     logits = by_prototype(torch.randn(num_tokens, width, generator=generator) @ weight.T, moe)
-    torch.manual_seed(0)  # capacities that are rounded at random
+    torch.manual_seed(0)  # capacities are rounded at random
     if not alone:
         return _of_call(logits, moe, training)
     each = [_of_call(token, moe, training) for token in logits[:_ALONE].split(1)]

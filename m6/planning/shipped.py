@@ -1,4 +1,4 @@
-"""Writes configs/plans, the plans of the configurations that name a cluster: ``python -m m6.planning.shipped``."""
+"""Writes configs/plans, the plans of the large shipped configurations: ``python -m m6.planning.shipped``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def shipped_plan(name: str) -> str:
 
 
 def without_expert(config: RunConfig) -> str:
-    """How many tokens have no expert in a layer, as expected and as the routing itself leaves them."""
+    """The share of tokens without an expert in a layer, as expected and as counted in the routing itself."""
     moe, tokens = config.model.moe_config(), config.deepspeed.micro_batch_size * config.m6.data.sequence_length
     padded = int(shipped_law().fill * tokens)
     few, one, two = (expected_routing(moe, n).tokens_without_expert for n in (padded, tokens, 2 * tokens))
@@ -71,7 +71,7 @@ def without_expert(config: RunConfig) -> str:
 
 
 def _with_capacity_k(name: str, cluster: Cluster) -> str:
-    """What the run takes if experts have room for all choices of a token, not for one."""
+    """The cost of the run with capacity for all choices of a token instead of one."""
     found = plan_run(Planner(load_config(CONFIGS / f"{name}.json", ('m6.moe.capacity_rule="k"',)), cluster))
     stages, results = found.stages, found.results
     for stage, result in zip(stages, results, strict=True):
@@ -83,7 +83,7 @@ def _with_capacity_k(name: str, cluster: Cluster) -> str:
 
 
 def _without_store(planner: Planner, layout: ParallelLayout) -> str:
-    """What the run would need if DeepSpeed updated its experts on the device, with the optimizer of the rest."""
+    """The needs of the run with experts updated by DeepSpeed on the device, with the optimizer of the rest."""
     document = planner.config.document
     document["m6"].pop("offload")
     adam = Planner(parse_config(document), planner.cluster, forced={"offload_optimizer": False})

@@ -1,1 +1,1 @@
-"""What a layout costs: bytes of memory and seconds of a step."""
+"""The cost of a layout: bytes of memory and seconds of a step."""

@@ -1,6 +1,6 @@
-"""The bytes that autograd keeps for the backward pass, of one micro-batch and on a rank of a pipeline, as a formula.
+"""A formula for the bytes saved by autograd for the backward pass, of one micro-batch and on a rank of a pipeline.
 
-The formula follows the CPU kernels of PyTorch 2.13; tests compare it with what :class:`SavedTensors` counts. Names:
+The formula follows the CPU kernels of PyTorch 2.13. Tests compare it with the count of :class:`SavedTensors`. Names:
 
     tokens     rows * sequence_length, padding included         real    tokens without padding
     vectors    elements of [tokens, hidden_size]                choices real * experts of a token
@@ -29,13 +29,13 @@ from m6.planning.cost.storages import SavedTensors
 from moe.config import MoEConfig
 
 _INT64 = 8
-_PATCH_ENCODERS: dict[tuple[str | int, ...], int] = {}  # bytes, by all that they depend on
+_PATCH_ENCODERS: dict[tuple[str | int, ...], int] = {}  # bytes, keyed by everything they depend on
 
 
 class Activations:
     """Bytes by part of the model, for micro-batches of the shape ``batch``.
 
-    Under expert parallelism a rank is taken to receive as many tokens as it sends.
+    Under expert parallelism a rank is assumed to receive as many tokens as it sends.
     """
 
     def __init__(self, config: RunConfig, batch: BatchShape) -> None:
@@ -50,26 +50,26 @@ class Activations:
         return self.model.moe_config()
 
     def total(self) -> int:
-        """Bytes kept at the end of the forward pass; with activation checkpointing while the backward pass recomputes a
-        block, if that is more."""
+        """Bytes at the end of the forward pass. With activation checkpointing: bytes during the recomputation of a
+        block in the backward pass, if these are more."""
         kept = self.embeddings() + self.norm() + self.head() + self.kept_by_blocks()
         if not self.config.m6.training.activation_checkpointing:
             return kept
         return kept + self.masks() + self.recomputation()
 
     def masks(self) -> int:
-        """Bytes of the masks, which are inputs of every recomputed block."""
+        """Bytes of the masks, the inputs of every recomputed block."""
         return self.tokens * (self.batch.sequence_length + 1)
 
     def kept_by_blocks(self) -> int:
-        """Bytes that all blocks keep after the forward pass."""
+        """Bytes of all blocks after the forward pass."""
         if self.config.m6.training.activation_checkpointing:
             return self.model.num_layers * self.block_input()
         return sum(self.blocks())
 
     def replicated(self) -> int:
-        """Bytes of ``kept_by_blocks`` that tensor parallelism does not split: with checkpointing the inputs of blocks,
-        otherwise five vectors of each block (arXiv 2205.05198, equation 2)."""
+        """The part of ``kept_by_blocks`` without a split by tensor parallelism: with checkpointing the inputs of
+        blocks, otherwise five vectors of each block (arXiv 2205.05198, equation 2)."""
         vectors = 1 if self.config.m6.training.activation_checkpointing else 5
         return min(self.kept_by_blocks(), vectors * self.model.num_layers * self.block_input())
 
@@ -80,13 +80,13 @@ class Activations:
         return max(0, gradients - at_once * self.recomputation())
 
     def recomputation(self) -> int:
-        """Bytes by which the largest recomputed block exceeds the head, whose activations are freed before."""
+        """Bytes by which the largest recomputed block exceeds the head. The head's activations are freed before."""
         if not self.config.m6.training.activation_checkpointing:
             return 0
         return max(0, max(self.blocks()) - self.block_input() - self.head())
 
     def blocks(self) -> list[int]:
-        """Bytes that each block keeps without checkpointing, by layer."""
+        """Bytes of each block without checkpointing, by layer."""
         is_sparse = [self.model.is_moe_layer(layer) for layer in range(self.model.num_layers)]
         each = {sparse: self.block(sparse) for sparse in set(is_sparse)}
         return [each[sparse] for sparse in is_sparse]
@@ -173,7 +173,7 @@ class Activations:
         networks += copied_tokens  # of weights no copy is kept
         if moe.num_shared_experts:
             shared, gate = moe.num_shared_experts, int(moe.shared_expert_gate)
-            elements = shared * 2 * inner_inputs + gate * (width + 1)  # the gate, and what it multiplies
+            elements = shared * 2 * inner_inputs + gate * (width + 1)  # the gate, and the output that it scales
             networks += copied_tokens + real * elements * precision.compute
             networks += precision.weight_copies(width * (shared * (inner_inputs + inner) + gate))
         return self.router() + dispatch + networks + self.combined(width)
@@ -183,7 +183,7 @@ class Activations:
         return self._rows(0)
 
     def most_rows(self) -> int:
-        """What ``rows`` stay below: of capacities rounded at random, six standard deviations above the mean."""
+        """A bound of ``rows``. Capacities are rounded at random: six standard deviations above the mean."""
         return self._rows(6)
 
     def _rows(self, deviations: float) -> int:
@@ -192,7 +192,7 @@ class Activations:
         capacity = moe.mean_capacity(real, training=True)
         if capacity is None:
             return choices
-        # Each expert tosses a coin for the part of the capacity that is no whole number.
+        # Each expert rounds the fraction of the capacity up or down at random.
         share = capacity % 1
         spread = math.sqrt(moe.num_experts * share * (1 - share))
         return min(choices, round(capacity * moe.num_experts + deviations * spread))
@@ -200,7 +200,7 @@ class Activations:
     def router(self) -> int:
         """The router's input, scores and choices."""
         moe, real, width = self.moe, self.batch.real, self.model.hidden_size
-        # The tokens in the type of the residual stream, and the noise that multiplies them.
+        # The tokens in the type of the residual stream, and the factors of the jitter.
         router = real * width * (self.precision.residual + (FP32 if moe.router_jitter else 0))
         # Scores and chosen experts; for the z loss exponentials, their sums, and the logarithms of these.
         router += real * moe.num_experts * FP32 + real * moe.experts_per_token * _INT64
@@ -211,7 +211,7 @@ class Activations:
         return router
 
     def combined(self, output_size: int) -> int:
-        """Positions of the real tokens, and their results before these are scattered into the padded batch."""
+        """Positions and results of the real tokens, before the scatter into the padded batch."""
         return self.batch.real * (_INT64 + output_size * self.precision.residual)
 
     def head(self) -> int:
@@ -222,7 +222,7 @@ class Activations:
 
 
 def with_training(config: RunConfig, layout: ParallelLayout) -> RunConfig:
-    """``config`` with the values of ``layout`` that activations depend on; not validated, to price any layout."""
+    """``config`` with the values of ``layout`` for activations. They are not validated, to price any layout."""
     update = {"ep_size": layout.ep_size, "activation_checkpointing": layout.checkpointing}
     training = config.m6.training.model_copy(update=update)
     return replace(config, m6=config.m6.model_copy(update={"training": training}))
@@ -236,13 +236,13 @@ def holds_copy_of_table(settings: PipelineSettings, place: int) -> bool:
 
 
 def old_versions(ahead: int, micro_batches: int) -> int:
-    """The copies of weights that a rank without a flush keeps at one time.
+    """The most copies of old weights of a rank in a pipeline without a flush.
 
-    The last ``ahead`` micro-batches of a step end after the next version has come, so they compute with a copy. That of
-    the next step begins while they are under way if there are fewer than twice as many micro-batches.
+    The last ``ahead`` micro-batches of a step end after the update, so they compute with a copy of the old weights.
+    If the step has fewer than 2 * ``ahead`` micro-batches, the copy of the next step is made before they end.
 
     Args:
-        ahead: micro-batches of a step that are under way at its end.
+        ahead: micro-batches of a step in flight at its end.
         micro_batches: of a step.
     """
     if ahead == 0:
@@ -253,7 +253,8 @@ def old_versions(ahead: int, micro_batches: int) -> int:
 class PipelineActivations:
     """Counts the activations of any rank of any pipeline.
 
-    A stage keeps of each micro-batch what its layers keep and its output, which PyTorch holds for the backward pass.
+    A stage keeps the activations of its layers and its output for each micro-batch. PyTorch holds the output for the
+    backward pass.
 
     Args:
         found: the activations of one micro-batch in the whole model.
@@ -272,7 +273,7 @@ class PipelineActivations:
         self._masks, self._loss_backward = found.masks(), found.loss_backward()
 
     def bytes(self, settings: PipelineSettings, place: int, stages: Sequence[range], micro_batches: int) -> int:
-        """Bytes at the time when a rank keeps most.
+        """The most bytes of a rank at any time.
 
         Args:
             place: of the rank in its pipeline.
@@ -286,17 +287,17 @@ class PipelineActivations:
         return kept + self._once(stages) // self._tp_size
 
     def between_steps(self, settings: PipelineSettings, place: int, stages: Sequence[range]) -> int:
-        """Bytes of the micro-batches of the next step that are under way when 1F1B without a flush ends a step."""
+        """Bytes of micro-batches of the next step in flight at the end of a step, in 1F1B without a flush."""
         return (settings.num_ranks - place - 1) * sum(map(self._stage, stages))
 
     def _stage(self, layers: range) -> int:
-        """What a stage keeps of a micro-batch."""
+        """Bytes of a micro-batch in a stage."""
         others = self._embeddings if layers.start == 0 else 0
         others += self._norm + self._head if layers.stop == self._num_layers else self._input
         return round(self._split * (self._kept[layers.stop] - self._kept[layers.start]) + others / self._tp_size)
 
     def _once(self, stages: Sequence[range]) -> int:
-        """What comes on top of one micro-batch at a time."""
+        """Bytes needed once, whatever the number of micro-batches in flight."""
         has_head = any(layers.stop == self._num_layers for layers in stages)
         once = self._loss_backward if has_head else 0
         if self._checkpointing:

@@ -1,4 +1,4 @@
-"""The sizes of a micro-batch that decide how much memory and time it takes."""
+"""The sizes of a micro-batch. They decide its memory and time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BatchShape:
         samples: of the micro-batch; several may share a row.
         rows: B.
         sequence_length: S, padding included.
-        real: tokens that are not padding.
+        real: tokens without padding.
         targets: tokens with a label.
         pictures: images of the micro-batch.
     """
@@ -39,7 +39,7 @@ class BatchShape:
 
 
 def full_row(config: RunConfig) -> BatchShape:
-    """One row with one picture, without padding, in which every token is a target: an upper bound of any data."""
+    """One row with one image and no padding. Every token is a target, so its cost is an upper bound for any data."""
     length = config.m6.data.sequence_length
     return BatchShape(samples=1, rows=1, sequence_length=length, real=length, targets=length, pictures=1)
 

@@ -1,7 +1,7 @@
-"""Seconds in which ranks exchange tokens of experts and parts of divided matrices, sum gradients, and gather weights.
+"""Seconds of communication: all-to-alls of tokens, tensor parallelism, reduction of gradients, gathering of weights.
 
-The collectives of divided matrices are those of ``m6/model/tensor``; its tests count them. Computation may hide a part
-of the exchange of tokens.
+The collectives of tensor parallelism follow ``m6/model/tensor``, whose tests count them. A part of the exchange of
+tokens may overlap with computation.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from moe.exchange_traffic import StepTraffic, exchange_traffic
 from moe.overlap_clock import span, span_of_turns
 
 Collective = Callable[[Literal["all_reduce", "all_gather"], float, RankGroup], float]
-
-
-"""Seconds of a collective of a group; of an all-gather by the bytes of its output. A reduce-scatter takes as long."""
+"""(kind, bytes, group) -> seconds. Bytes are the input of a rank, or the output of an all-gather. A reduce-scatter
+takes as long as an all-gather."""
 
 
 def tensor_block_s(
@@ -56,7 +55,7 @@ def tensor_block_s(
         tokens: of the micro-batch.
         hidden, inner: sizes of the feed-forward.
         width: bytes of an element.
-        num_shared: experts that compute every token in a layer of experts; None: the block is dense.
+        num_shared: shared experts of a sparse block; None: the block is dense.
     """
     group = contiguous_group(layout.tp_size, nodes)
     passes = 3 if layout.checkpointing else 2
@@ -81,8 +80,8 @@ def tensor_block_s(
         operands = collective("all_gather", row * (hidden + inner) / q, strided_group(q, 1, nodes))
         operands += 2 * collective("all_gather", matrix / q, strided_group(q, q, nodes))
         return reduced + around + (forward_passes + 2) * operands
-    # The same on a cube, and results are summed up forward and gathered backward. What is the input of one product lies
-    # along the same axis as the result of the other.
+    # The same on a cube, and results are summed up forward and gathered backward. The input of one product lies along
+    # the same axis as the result of the other.
     operands = results = 0.0
     for inputs, outputs, along_inputs, along_outputs in ((hidden, inner, q, 1), (inner, hidden, 1, q)):
         operands += collective("all_gather", row * inputs / q**2, strided_group(q, along_inputs, nodes))
@@ -91,13 +90,13 @@ def tensor_block_s(
     return reduced + around + (forward_passes + 2) * operands + (forward_passes + 1) * results
 
 
-# Bytes that choosing, copying and keeping move in device memory for each compressed element, by the operators of
-# m6/training/reduction: at least, because the k largest elements are found in several passes. Not measured on a GPU.
+# A lower bound of the bytes moved in device memory per compressed element, by the operators of m6/training/reduction:
+# selection, copies, residuals. The k largest elements are found in several passes. Not measured on a GPU.
 _MOVED_BYTES = {"top_k": 48, "chunks": 64, "powersgd": 56}
 
 
 class ReductionTime:
-    """Prices what DeepSpeed's parameters take; experts of ``m6.offload`` are not among them."""
+    """Prices the reduction of DeepSpeed's parameters, without the experts of ``m6.offload``."""
 
     def __init__(self, config: RunConfig, memory: MemoryModel, nodes: Nodes, profile: Profile) -> None:
         self._settings, self._memory, self._nodes, self._profile = config.m6.communication, memory, nodes, profile
@@ -128,7 +127,7 @@ class ReductionTime:
         settings: CommunicationSettings,
         counts: ParameterCounts | None = None,
     ) -> float:
-        """Seconds of a step for gradients that all ranks have, after the warm-up of the density; not at stage 3.
+        """Seconds of a step for gradients common to all ranks, after the warm-up of the density; not at stage 3.
 
         Args:
             counts: of the rank, divided by tensor parallelism; None: of the fullest one.
@@ -140,14 +139,14 @@ class ReductionTime:
         ranks, tensors = layout.dp_size, self._memory.shared_gradients(layout)
         found = messages(tensors, settings, settings.density_of(settings.warmup_steps), ranks)
         moved = sum(tensor.numel for tensor in tensors if is_compressed(tensor, settings))
-        # An all-gather's output is the contributions of all ranks together.
+        # The output of an all-gather has the contributions of all ranks.
         sent = self._collective("all_reduce", found.all_reduced, everyone)
         sent += self._collective("all_gather", found.gathered * ranks, everyone)
         copies = moved * _MOVED_BYTES[settings.gradients] / device_bandwidth(self._nodes, self._profile)
         return (sent + copies) / layout.tp_size
 
     def _summed(self, numel: int, group: RankGroup, stage: int, passes: int) -> float:
-        # A bucket has partitions of several ranks, so that stages 1 and 2 all-reduce it, too.
+        # A bucket has partitions of several ranks, so stages 1 and 2 all-reduce it, too.
         width = FP32 if stage == 0 else self._memory.precision.weights
         return (passes if stage == 2 else 1) * self._collective("all_reduce", numel * width, group)
 
@@ -156,17 +155,17 @@ class ReductionTime:
 
 
 def all_replicas(layout: ParallelLayout, nodes: Nodes) -> RankGroup:
-    """The ranks that have the same dense parameters."""
+    """The group of ranks with the same dense parameters."""
     return strided_group(layout.dp_size, layout.tp_size, nodes)
 
 
 def expert_replicas(layout: ParallelLayout, nodes: Nodes) -> RankGroup:
-    """The ranks that have the same experts."""
+    """The group of ranks with the same experts."""
     copies = layout.expert_copies
     return strided_group(copies, layout.world_size // (layout.pp_size * copies), nodes)
 
 
-# Libraries start the messages to all peers together: each further one is assumed to take a tenth of the first latency.
+# Libraries start the messages to all peers together. Assumption: each further message adds a tenth of the latency.
 _MESSAGE = 0.1
 
 
@@ -175,8 +174,8 @@ class RoutingTime:
     """Seconds of the exchanges of tokens.
 
     Attributes:
-        exposed: in which computation waits for them.
-        hidden: in which computation runs beside them.
+        exposed: computation waits for them.
+        hidden: overlapped with computation.
     """
 
     exposed: float = 0.0
@@ -193,10 +192,10 @@ class _Hops(NamedTuple):
     """Seconds of a layer's exchanges.
 
     Attributes:
-        numbers: of all numbers.
-        there: of rows towards the experts, hop by hop.
-        back: of rows back.
-        links: 1 for hops to the experts through the network, 0 for those inside of a node.
+        numbers: of the token counts.
+        there: of the dispatch of rows, hop by hop.
+        back: of the combine, hop by hop.
+        links: of each hop of the dispatch: 1 through the network, 0 inside of a node.
     """
 
     numbers: float
@@ -219,7 +218,7 @@ class RoutingTimes:
         """Seconds of one layer and micro-batch.
 
         Args:
-            experts: seconds of the experts in a forward pass, which a backward pass takes twice.
+            experts: seconds of the experts in a forward pass. A backward pass takes twice as long.
             shared: the same of the shared experts.
             passes: the cost of all passes in forward passes, see ``TimeModel``.
         """
@@ -235,12 +234,13 @@ class RoutingTimes:
         at_once: int,
         deferred: float = 0.0,
     ) -> RoutingTime:
-        """Seconds of one micro-batch in all layers if ``at_once`` of them take turns, forward and backward.
+        """Seconds of one micro-batch in all layers, forward and backward, if ``at_once`` micro-batches take turns.
 
         Args:
             experts: as above.
-            beside: seconds of all else that is computed for a layer in a forward pass, and twice in a backward pass.
-            deferred: seconds of gradients, a part of what is computed beside in the backward pass, that may wait.
+            beside: seconds of all other computation of a layer in a forward pass. A backward pass takes twice as long.
+            deferred: seconds of the deferrable gradients of weights. They are a part of ``beside`` in the backward
+                pass.
         """
         forward = self._turns(routed, experts, beside, num_layers, at_once, False)
         return forward + self._turns(routed, experts, beside, num_layers, at_once, True, deferred)
@@ -248,7 +248,8 @@ class RoutingTimes:
     def in_turns_of_layers(
         self, routed: RoutedRows, experts: float, beside: float, num_layers: int, at_once: int
     ) -> RoutingTime:
-        """The same with activation checkpointing: they take turns in each layer alone, and forward passes run twice."""
+        """The same with activation checkpointing: micro-batches overlap within each layer only, and forward passes run
+        twice."""
         forward, backward = (
             self._turns(routed, experts, beside, 1, at_once, is_backward) for is_backward in (False, True)
         )
@@ -281,7 +282,7 @@ class RoutingTimes:
         return RoutingTime(hops.numbers + found.exposed, found.hidden)
 
     def _hops(self, routed: RoutedRows, backward: bool, parts: int) -> _Hops:
-        """Seconds of the exchanges of one of ``parts`` parts, and of all their numbers."""
+        """Seconds of the exchange of one of ``parts`` parts, and of the token counts of all parts."""
         steps = exchange_traffic(
             self.moe, self.ep_size, routed.tokens, routed.pairs, self.nodes.devices_per_domain, backward
         )
@@ -299,12 +300,12 @@ class RoutingTimes:
         return _Hops(numbers, there, back, [int(step.near_peers < step.peers) for step in steps])
 
     def _seconds(self, step: StepTraffic, num_bytes: float, collectives: int) -> float:
-        """Seconds of a share of a step. What stays in the node and what leaves it are taken to follow each other."""
+        """Seconds of a share of a step. Assumption: traffic in the node and traffic out of it do not overlap."""
         crosses = step.near_peers < step.peers
         measured = self.profile.collective_line("all_to_all", "network" if crosses else "device", step.peers + 1)
         if measured is not None:
             latency, per_byte = measured
-            # The measured sizes include the part that a rank keeps.
+            # The measured sizes include the rank's own part, which is not sent.
             return self.factor * (collectives * latency + num_bytes * (1 + 1 / step.peers) * per_byte)
         links, near = self.nodes.links, num_bytes * step.near_peers / step.peers
         inside = rate(links.device, 1, self.profile)
@@ -318,8 +319,8 @@ class ExchangeTime:
     """Prices the exchanges of one run's micro-batches on one type of devices.
 
     Args:
-        memory: of the same run; it says what a micro-batch has in it.
-        compute: of the same devices, beside which exchanges run.
+        memory: of the same run; the source of the micro-batch's sizes.
+        compute: of the same devices. Exchanges overlap with it.
         collective: seconds of one collective.
     """
 
@@ -340,7 +341,7 @@ class ExchangeTime:
         self._ways: dict[tuple[int | bool | str, ...], int] = {}
 
     def __call__(self, layout: ParallelLayout) -> float:
-        """Seconds of one micro-batch in all layers that computation does not hide."""
+        """Exposed seconds of one micro-batch in all layers."""
         tensor = sum(self._tensor_s(work, layout) * count for work, count in self._compute.work(layout))
         return tensor + self.routing(layout).exposed
 
@@ -349,7 +350,7 @@ class ExchangeTime:
         return self._tensor_s(work, layout) + self._routing_of(work, layout).exposed
 
     def _tensor_s(self, work: BlockWork, layout: ParallelLayout) -> float:
-        """Seconds in which a tensor group sums up or gathers what its ranks have of one block."""
+        """Seconds of the collectives of a tensor group in one block."""
         if layout.tp_size == 1 or not work.recomputed:
             return 0.0
         batch, model = self._memory.batch_of(layout), self._model
@@ -360,7 +361,7 @@ class ExchangeTime:
         return seconds * self._profile.factor("exchange")
 
     def routing(self, layout: ParallelLayout) -> RoutingTime:
-        """Seconds in which all layers bring the tokens of a micro-batch to experts on other ranks and back."""
+        """Seconds of dispatch and combine of a micro-batch in all layers."""
         key = (*sizes_of(layout), layout.ranks_per_node, layout.micro_batches_at_once)
         if key not in self._found:
             alone = (self._routing_of(work, layout) * count for work, count in self._compute.work(layout))
@@ -369,7 +370,7 @@ class ExchangeTime:
         return self._found[key]
 
     def _in_turns(self, layout: ParallelLayout) -> RoutingTime:
-        """The same for a micro-batch that takes turns with others."""
+        """The same if several micro-batches take turns."""
         blocks = [(work, count) for work, count in self._compute.work(layout) if work.recomputed]
         sparse, count = next((work, count) for work, count in blocks if work.routed is not None)
         assert sparse.routed is not None
@@ -378,7 +379,7 @@ class ExchangeTime:
         if layout.checkpointing:
             beside = self._compute.block(sparse, layout).compute - experts
             return router.in_turns_of_layers(sparse.routed, experts / passes, beside / passes, count, at_once)
-        # Dense blocks between sparse ones are computed beside exchanges, too.
+        # The computation of dense blocks between sparse ones overlaps with exchanges, too.
         beside = sum(self._compute.block(work, layout).compute * number for work, number in blocks) / count - experts
         products = ((product, number) for work, number in blocks for product in work.deferred)
         deferred = sum(self._compute.matmul_s(product) * number for product, number in products) / count
@@ -386,7 +387,7 @@ class ExchangeTime:
         return router.in_turns(sparse.routed, experts / passes, beside / passes, count, at_once, deferred)
 
     def _routing_of(self, work: BlockWork, layout: ParallelLayout) -> RoutingTime:
-        """The same of one block, for a micro-batch that takes no turns."""
+        """The same of one block, without turns."""
         if work.routed is None:
             return RoutingTime()
         passes = self._compute.passes(work, layout)
@@ -400,7 +401,7 @@ class ExchangeTime:
         return RoutingTimes(moe, layout.ep_size, self._nodes, self._profile, factor)
 
     def faster(self, layout: ParallelLayout) -> ParallelLayout:
-        """The layout with the faster exchange of tokens, flat or node first. What the run's JSON says of it is kept."""
+        """The layout with the faster exchange of tokens, flat or node first. A choice in the run's JSON is kept."""
         per_node = self._nodes.devices_per_domain
         if self._moe is None or layout.ep_size == 1:
             return layout

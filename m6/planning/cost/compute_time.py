@@ -23,13 +23,12 @@ class StepTime:
     Attributes:
         matmul: matrix products, except those of experts.
         experts: grouped matrix products of experts.
-        elementwise: all other operators, which memory bandwidth limits.
+        elementwise: all other operators, limited by memory bandwidth.
         launch: the least time of each operator.
-        exchange: of tokens to the experts and back, as far as computation does not hide it; all-reduces of tensor
-            parallelism.
+        exchange: exposed dispatch and combine of tokens; all-reduces of tensor parallelism.
         reduction: all-reduce of gradients and all-gather of weights.
         update: the optimizer on the device.
-        host: transfers between host and device, and the update on the host, as far as computation does not hide them.
+        host: exposed transfers between host and device, and the exposed update on the host.
         bubble: waits of a pipeline for other stages and for messages from them.
     """
 
@@ -88,24 +87,26 @@ class LayerTime:
 
     @property
     def weight(self) -> float:
-        """Seconds of the gradients of weights, where they can come later: those of experts come with the inputs'."""
+        """Seconds of the gradients of weights, as far as they can be deferred. Experts compute theirs together with
+        the gradients of the inputs."""
         return self.parts.matmul / self.passes
 
 
-# Bytes that DeepSpeed's update of one parameter in host memory reads and writes.
+# Bytes read and written in host memory by DeepSpeed's update of one parameter.
 _DEEPSPEED_UPDATE_BYTES = 48
-# Seconds of one core for the update of one float16 parameter in the store, the slower of the 16-bit types: within the
-# spread of scripts/benchmarks/results/offload_host_optimizer.md on an Intel Xeon; SGD is not in it.
+# Seconds of one core for the update of one float16 parameter in the store. float16 is the slower of the 16-bit types.
+# The values lie within the spread of scripts/benchmarks/results/offload_host_optimizer.md on an Intel Xeon. That page
+# does not have SGD.
 _STORE_UPDATE_S = {"AdamW": 3.6e-9, "Adafactor": 5.7e-9, "SGD": 5.4e-9}
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """Seconds a step in which streamed experts are copied and updated.
+    """Seconds a step of the copies and updates of streamed experts.
 
     Attributes:
-        exposed: in which computation waits for that.
-        hidden: in which computation and exchanges run beside it.
+        exposed: computation waits for them.
+        hidden: overlapped with computation and exchanges.
     """
 
     exposed: float = 0.0
@@ -113,7 +114,7 @@ class Streaming:
 
 
 class HostTime:
-    """Prices what the host of a rank does.
+    """Prices copies and updates on the host of a rank.
 
     Args:
         nodes: the rank's node.
@@ -125,7 +126,7 @@ class HostTime:
 
     @property
     def copy_bytes_per_s(self) -> float:
-        """Bytes a second between host and device; on a CPU those of its memory."""
+        """Bytes a second between host and device; on a CPU its memory bandwidth."""
         link, measured = self.nodes.links.host, self.profile.host_copy_bytes_per_s
         if measured is not None:
             return measured
@@ -134,17 +135,17 @@ class HostTime:
         return link.bandwidth_bytes_per_s * self.profile.bandwidth_efficiency
 
     def update_s(self, numel: float, optimizer_type: str) -> float:
-        """Seconds in which DeepSpeed updates ``numel`` parameters of each rank of a node in its memory."""
+        """Seconds of DeepSpeed's update of ``numel`` parameters of each rank of a node, in host memory."""
         measured = self.profile.host_update_s_per_parameter.get(optimizer_type)
         if measured is not None:
             return numel * measured * max(1.0, self.nodes.devices_per_node / self.nodes.host.cpus)
         return numel * _DEEPSPEED_UPDATE_BYTES / self._memory_rate
 
     def store_update_s(self, numel: float, store: ExpertStore) -> float:
-        """Seconds in which the threads of the store update ``numel`` parameters of each rank."""
+        """Seconds of the update of ``numel`` parameters of each rank by the threads of the store."""
         ranks, name = self.nodes.devices_per_node, store.optimizer_type
         threads = min(store.num_threads, self.nodes.host.cpus / ranks)
-        # The profile measures PyTorch's optimizers in fp32, which DeepSpeed runs on the host; the store has its own.
+        # The profile measures PyTorch's optimizers in fp32. DeepSpeed runs these on the host; the store has its own.
         return max(numel * _STORE_UPDATE_S[name] / threads, numel * store.update_bytes / self._memory_rate)
 
     @property
@@ -165,14 +166,14 @@ class HostTime:
     ) -> Streaming:
         """Prices a step with ``numel`` streamed parameters.
 
-        The first forward pass runs beside the update and the copies of the weights, other forward passes beside copies
-        of the weights, and backward passes beside copies of the weights and, in the other direction, of gradients,
-        which the host adds up. Each takes as long as the link to the device or the host's memory, whichever is slower.
-        A late update runs beside all of them.
+        The first forward pass overlaps with the update and the copies of the weights. Other forward passes overlap with
+        copies of the weights. Backward passes overlap with copies of the weights and, in the other direction, of
+        gradients; the host adds these up. Each copy takes as long as the link to the device or the host's memory,
+        whichever is slower. A late update overlaps with all passes.
 
         Args:
             num_gradients: of a parameter in the step.
-            uses: layers that compute with the same experts.
+            uses: layers with the same experts.
             forward_s: seconds of a forward pass.
             backward_s: seconds of a backward pass, with recomputation.
         """
@@ -196,13 +197,13 @@ class HostTime:
 
 
 def device_bandwidth(nodes: Nodes, profile: Profile) -> float:
-    """Bytes a second that a rank reads or writes in the memory of its device."""
+    """A rank's memory bandwidth on its device, in bytes a second."""
     peak = nodes.device.memory_bandwidth_bytes_per_s * profile.bandwidth_efficiency
     return (profile.memory_bandwidth_bytes_per_s or peak) * core_share(nodes)
 
 
 def core_share(nodes: Nodes) -> float:
-    """The share of a core that a rank has: below 1 where more ranks than cores run on a CPU."""
+    """A rank's share of a core: below 1 where more ranks than cores run on a CPU."""
     return 1.0 if nodes.links.host is not None else min(1.0, nodes.host.cpus / nodes.devices_per_node)
 
 
@@ -211,7 +212,7 @@ Sizes = tuple[int, int, int, bool, str]
 
 
 def sizes_of(layout: ParallelLayout) -> Sizes:
-    """What the time of a micro-batch without communication depends on."""
+    """The cache key of the time of a micro-batch without communication."""
     return layout.micro_batch_size, layout.ep_size, layout.tp_size, layout.checkpointing, layout.placement
 
 
@@ -219,7 +220,7 @@ class ComputeTime:
     """Prices the products, elementwise operators and launches of a run's blocks on one type of devices.
 
     Args:
-        memory: of the same run; it says what a micro-batch has in it.
+        memory: of the same run; the source of the micro-batch's sizes.
     """
 
     def __init__(self, config: RunConfig, memory: MemoryModel, nodes: Nodes, profile: Profile) -> None:
@@ -240,7 +241,7 @@ class ComputeTime:
 
     def work(self, layout: ParallelLayout) -> list[tuple[BlockWork, int]]:
         """The distinct blocks, and how often each is computed."""
-        # The search visits thousands of layouts that share these sizes.
+        # The search visits thousands of layouts with the same sizes.
         key = (layout.micro_batch_size, layout.ep_size, layout.tp_size, layout.placement)
         if key not in self._works:
             batch = self.memory.batch_of(layout)
@@ -261,7 +262,7 @@ class ComputeTime:
                 experts += seconds
             else:
                 matmul += seconds
-        # Elementwise operators write and read what is saved for the backward pass, so its bytes give their time.
+        # Elementwise operators write and read the tensors saved for the backward pass. Their time follows these bytes.
         saved = work.whole_bytes + (work.saved_bytes - work.whole_bytes) / layout.tp_size
         moved = saved * (_FORWARD_PASSES * (passes - 2) + _BACKWARD_PASSES)
         elementwise = moved / device_bandwidth(self.nodes, self.profile)
@@ -277,10 +278,10 @@ class ComputeTime:
     def matmul_s(self, product: Matmul) -> float:
         """Seconds of a product.
 
-        Where rates were measured, they decide, or the transfer of the operands if that takes longer. Elsewhere it is
-        the root of the sum of squares of the FLOPs at the assumed rate, of that transfer, and of the launches if every
-        expert has its own: more than the longest of the three, less than all, one after the other. On an H100 this is
-        18 % (16 bits) and 28 % (fp32) from the measured times of grouped products
+        With measured rates: the FLOPs at the measured rate, or the transfer of the operands if it takes longer. Without
+        them: the root of the sum of squares of three times. These are the FLOPs at the assumed rate, the transfer, and
+        the launches if every expert has its own. The result is between the longest of the three and their sum. On an
+        H100 it deviates by 18 % (16 bits) and 28 % (fp32) from the measured times of grouped products
         (scripts/benchmarks/results/gpu_products.md).
         """
         m, n, k, count = product.m, product.n, product.k, product.count
@@ -294,14 +295,17 @@ class ComputeTime:
         return math.hypot(computing, transfer, launches * self.profile.kernel_s / share)
 
     def flops(self, layout: ParallelLayout) -> float:
-        """FLOPs of a rank's matrix products in a step, with those of recomputation."""
+        """FLOPs of a rank's matrix products in a step, recomputation included."""
         passes = [self.passes(work, layout) for work, _ in self.work(layout)]
         products = (work.flops * count for work, count in self.work(layout))
         return self._micro_batches(layout) * sum(map(operator.mul, products, passes))
 
     def model_flops(self, layout: ParallelLayout) -> float:
-        """The FLOPs of them that the model needs: without recomputation, and of the pairs that experts are expected to
-        compute, which are fewer than those of evenly chosen experts that a step is priced with."""
+        """The FLOPs of a step that count as work of the model.
+
+        Recomputation does not count. Experts count with the expected number of (token, expert) pairs. It is lower than
+        that of evenly chosen experts, for which steps are priced.
+        """
         routing, share = self.memory.expected_routing(layout), 1.0
         if routing is not None:
             batch = self.memory.batch_of(layout)
@@ -314,5 +318,5 @@ class ComputeTime:
         return 3 * self._micro_batches(layout) * sum(products)
 
     def _micro_batches(self, layout: ParallelLayout) -> float:
-        """Of a rank in a step, over the ranks that share their layers."""
+        """Micro-batches of a rank in a step, divided by the ranks of its pipeline."""
         return layout.accumulation(self.config.deepspeed.train_batch_size) / layout.pp_size

@@ -1,4 +1,4 @@
-"""The experts that ``m6.offload`` keeps, as the store itself lays them out: their memory, and the bytes that move."""
+"""The experts of ``m6.offload``, in the layout of the store itself: their memory and traffic."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from offload import (
 
 _MIB = 2**20
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Bytes that the operators of ``offload.optimizer.update`` read and write for a parameter that a device owns, more where
-# bfloat16 masters are split, and those of its norm beside the gradient. A test counts them.
+# Bytes read and written by the operators of ``offload.optimizer.update`` per parameter owned by a device. Split
+# bfloat16 masters need more, and so does the norm of the gradients. A test counts them.
 _DEVICE_UPDATE_BYTES = {"adamw": 196, "adafactor": 222, "sgd": 72}
 _SPLIT_MASTER_BYTES = 80
 _DEVICE_NORM_BYTES = 32
-_CHUNK_MIB = 64.0  # where the size is chosen at the start of a run; it hardly changes the sum
+_CHUNK_MIB = 64.0  # if a run chooses the size at its start; the size hardly changes the sum
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class ExpertStore:
 
     Attributes:
         dtype: of the weights on the device, and of their copies.
-        gradient_dtype: of the gradients that the host keeps until the update; None: it keeps none.
+        gradient_dtype: of gradients kept on the host until the update; None: it keeps none.
         optimizer: the experts' optimizer.
         chunk_bytes: the largest copy.
-        num_threads: that update experts.
+        num_threads: threads for the update of experts.
         next_weights: where late updates put new weights; None: updates are not late.
     """
 
@@ -55,9 +55,9 @@ class ExpertStore:
 
     @classmethod
     def of(cls, config: RunConfig, passes: int, shared: bool) -> ExpertStore:
-        """The store of a run; without a section ``m6.offload`` that of the section's defaults.
+        """The store of a run. Without a section ``m6.offload`` the section's defaults apply.
 
-        ``m6.offload`` refuses autocast. Such a run is priced as the bf16 run that it would have to become.
+        ``m6.offload`` refuses autocast. A run with autocast is priced as a bf16 run.
 
         Args:
             config: the run.
@@ -81,15 +81,15 @@ class ExpertStore:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight on the device, and of a gradient that leaves it."""
+        """Bytes of a weight on the device, and of a gradient sent to the host."""
         return self.dtype.itemsize
 
     @property
     def update_bytes(self) -> int:
-        """Bytes that the update of a parameter reads and writes in host memory, see offload/README.md."""
+        """Bytes read and written in host memory by the update of a parameter, see offload/README.md."""
         remainder = remainder_dtype(self.dtype, self.optimizer.masters)
         master = 0 if remainder is None else remainder.itemsize
-        # A whole master is read instead of the weight, and a remainder besides it.
+        # A whole master is read instead of the weight; a remainder is read in addition to it.
         read = master if master == 4 else self.weight_bytes + master
         written, gradient = self.weight_bytes + master, (self.gradient_dtype or self.dtype).itemsize
         if self.optimizer.kind == "adafactor":
@@ -99,16 +99,16 @@ class ExpertStore:
 
     @property
     def device_update_bytes(self) -> int:
-        """Bytes that the update of a parameter reads and writes on the device that owns it."""
+        """Bytes read and written on the owning device by the update of a parameter."""
         is_split = self.dtype == torch.bfloat16 and self.optimizer.masters
         return _DEVICE_UPDATE_BYTES[self.optimizer.kind] + (_SPLIT_MASTER_BYTES if is_split else 0)
 
     def gradient_bytes(self, number: int, on_device: bool) -> int:
-        """Bytes that ``number`` gradients of a parameter read and write where a step adds them up.
+        """Bytes read and written for the sum of ``number`` gradients of a parameter.
 
         Args:
             number: gradients of a step.
-            on_device: the device owns the parameter, so that no gradient has to arrive in host memory first.
+            on_device: the device owns the parameter, so no gradient is first copied to host memory.
         """
         width, arrives = self.weight_bytes, 0 if on_device else self.weight_bytes
         if self.gradient_dtype is None:  # the update reads it from where it arrives
@@ -120,15 +120,15 @@ class ExpertStore:
         return first + (number - 1) * (copied + total) + total + (_DEVICE_NORM_BYTES if on_device else 0)
 
     def sum_bytes(self, at_once: int) -> int:
-        """Bytes of the sum of a parameter's gradients that waits on the device, see ``offload.runtime.gradient_sums``.
+        """Bytes of a parameter's gradient sum held on the device, see ``offload.runtime.gradient_sums``.
 
         Args:
-            at_once: micro-batches that take turns.
+            at_once: micro-batches in turns.
         """
         return {1: 0, 2: self.weight_bytes}.get(at_once, FP32)
 
     def summing_bytes(self, at_once: int) -> int:
-        """Bytes that the device reads and writes for the sum of ``at_once`` gradients of a parameter."""
+        """Bytes read and written on the device for the sum of ``at_once`` gradients of a parameter."""
         each, width = self.sum_bytes(at_once), self.weight_bytes
         rounded = width + each if each > width else 0  # once to a wider type, and once back
         return (at_once - 1) * (width + 2 * each) + 2 * rounded
@@ -138,7 +138,7 @@ class ExpertStore:
         found: list[ChunkBytes] = []
         for block, _, stored in model.blocks:
             if block.experts:
-                # Layers are cut into chunks one by one, so one layer stands for all equal ones.
+                # Each layer is cut into chunks by itself, so equal layers have equal chunks.
                 laid_out = (self.chunk_bytes, self.dtype, self.gradient_dtype, self.optimizer, self.next_weights)
                 found += stored * sizes_of(lay_out([_stack(block, ep_size)], *laid_out))
         ends = itertools.accumulate(size.owned for size in found)
@@ -163,12 +163,12 @@ class RankChunks:
         return self.ends[-1] if self.ends else 0
 
     def fitting(self, room: float) -> int:
-        """Bytes of as many whole chunks as ``room`` bytes hold."""
+        """Bytes of the first chunks, as many whole ones as ``room`` bytes hold."""
         number = bisect.bisect_right(self.ends, room)
         return self.ends[number - 1] if number else 0
 
     def on_host(self, owned: int) -> int:
-        """Bytes in host memory when the device owns ``owned`` bytes."""
+        """Bytes in host memory if the device owns ``owned`` bytes."""
         return self.total - owned + self.staging
 
 
@@ -185,27 +185,27 @@ def stored_numel(model: FoldedModel, ep_size: int) -> int:
 
 
 def uses_of_experts(model: FoldedModel) -> float:
-    """How many layers compute with the same experts: 1, and more in the Pseudo stage."""
+    """How many layers compute with the same experts: 1, and more in the Pseudo phase."""
     counts = [(computed, stored) for block, computed, stored in model.blocks if block.experts]
     return sum(computed for computed, _ in counts) / max(1, sum(stored for _, stored in counts))
 
 
 def gradient_dtype_of(settings: OffloadSettings, dtype: torch.dtype, passes: int, shared: bool) -> torch.dtype | None:
-    """The type in which the host keeps gradients: fp32 where several add up, otherwise that of the weights."""
+    """The type of gradients on the host: fp32 where several add up, otherwise the type of the weights."""
     if settings.update == "backward":
         return None
     return dtype if passes == 1 and not shared else torch.float32
 
 
 def next_weights_of(config: RunConfig, passes: int, shared: bool) -> NextWeights | None:
-    """Where late updates put new weights: in the place of a gradient, unless several ones of a step add up there."""
+    """Where late updates put new weights: in the place of a gradient, or in a copy if gradients add up there."""
     if config.m6.gradient_delay is None:
         return None
     return "gradient" if passes == 1 and not shared else "copy"
 
 
 def expert_optimizer(config: RunConfig) -> tuple[OptimizerSettings, float]:
-    """The experts' optimizer, and the ratio of its learning rate to that of the other parameters."""
+    """The experts' optimizer, and its learning rate divided by the learning rate of the other parameters."""
     settings, params = config.expert_store or OffloadSettings(), config.deepspeed.optimizer_params
     own = settings.optimizer
     if own is None:

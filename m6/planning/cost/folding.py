@@ -1,4 +1,4 @@
-"""The model as a few distinct blocks with counts, so that the cost of planning does not depend on the depth.
+"""The model as a few distinct blocks with counts. The cost of planning then does not depend on the depth.
 
 Equal subgraphs are folded into one with a count, as in TAP (arXiv 2302.00247), section 4.
 """
@@ -32,12 +32,12 @@ class Block:
     """The parameters of one block, with all experts.
 
     Attributes:
-        type: what the block computes; ``norm`` is the last norm with the output layer.
+        type: the kind of block; ``norm`` is the last norm with the output layer.
         shapes: of every parameter, in the module's order.
         experts: indices in ``shapes`` of stacks of experts [E, ...].
         buffer_bytes: bytes of the module's buffers.
         frozen: indices in ``shapes`` of parameters without gradients.
-        matrices: (index in ``shapes``, number, rows, columns) of the matrices that Muon updates.
+        matrices: (index in ``shapes``, number, rows, columns) of the matrices updated by Muon.
     """
 
     type: BlockType
@@ -58,10 +58,10 @@ class FoldedModel:
     """Distinct blocks, how often each is computed, and how often its weights are stored.
 
     Attributes:
-        blocks: (block, times computed, times stored). The counts differ in the Pseudo stage of M6-10T (arXiv
+        blocks: (block, times computed, times stored). The counts differ in the Pseudo phase of M6-10T (arXiv
             2110.03888), where layers share weights. If layers share only some of their weights, the others are a
-            second entry that is computed 0 times.
-        sharing: what the layers share in the Pseudo stage; None: nothing.
+            second entry with 0 computations.
+        sharing: what the layers share in the Pseudo phase; None: nothing.
     """
 
     config: ModelSettings
@@ -70,12 +70,13 @@ class FoldedModel:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters that are stored."""
+        """Number of stored parameters."""
         return sum(block.numel * stored for block, _, stored in self.blocks)
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole model. From the list: a search asks often, and transformers' configuration is slow."""
+        """Layers of the whole model. Taken from the list, since reading transformers' configuration is slow and a
+        search asks often."""
         return len(self.is_sparse)
 
     @cached_property
@@ -84,8 +85,11 @@ class FoldedModel:
         return [self.config.is_moe_layer(layer) for layer in range(self.config.num_layers)]
 
     def part(self, layers: Collection[int]) -> FoldedModel:
-        """What a rank of a pipeline with these layers has: the embeddings with the first, the last norm with the last
-        one. Layers that share weights are all among them, or none is."""
+        """The part of the model on a rank with these layers.
+
+        The embeddings belong to the first layer, the last norm to the last one. Of a group of layers with shared
+        weights ``layers`` has all or none.
+        """
         held = stored = self._counts(layers)
         if self.sharing is not None:
             firsts = self._counts({self.sharing.first_layer(layer) for layer in layers})
@@ -98,12 +102,12 @@ class FoldedModel:
         return FoldedModel(self.config, tuple(blocks), self.sharing)
 
     def without_sharing(self) -> FoldedModel:
-        """The model in which each layer has weights of its own."""
+        """The same model without shared weights."""
         blocks = ((block, computed, max(computed, stored)) for block, computed, stored in self.blocks)
         return FoldedModel(self.config, tuple(blocks))
 
     def _counts(self, layers: Collection[int]) -> dict[BlockType, int]:
-        """The blocks of each type that belong to these layers."""
+        """Number of blocks of each type in these layers."""
         sparse = sum(map(self.is_sparse.__getitem__, layers))
         return {
             "embeddings": int(0 in layers),
@@ -118,7 +122,7 @@ def fold(config: ModelSettings, sharing: Sharing | None = None) -> FoldedModel:
 
     Args:
         config: the model.
-        sharing: what the layers share in the Pseudo stage; None: nothing.
+        sharing: what the layers share in the Pseudo phase; None: nothing.
     """
     blocks: list[tuple[Block, int, int]] = []
     # On the meta device modules have shapes and no memory: a layer of the 10T model is 400 GB.
@@ -136,7 +140,7 @@ def fold(config: ModelSettings, sharing: Sharing | None = None) -> FoldedModel:
 def _layers(
     block_type: BlockType, layer: nn.Module, layers: list[int], config: ModelSettings, sharing: Sharing | None
 ) -> list[tuple[Block, int, int]]:
-    """The entries of ``layers``, which are all equal to ``layer``."""
+    """The entries of ``layers``. All of them are equal to ``layer``."""
     if sharing is None:
         return [(_block(block_type, layer, config), len(layers), len(layers))]
     firsts = sum(sharing.first_layer(index) == index for index in layers)
@@ -151,7 +155,7 @@ def _block(
     config: ModelSettings,
     includes: Callable[[str], bool] = lambda name: True,
 ) -> Block:
-    """The parameters of ``module`` whose names ``includes`` accepts."""
+    """The parameters of ``module`` with names accepted by ``includes``."""
     parameters = [parameter for name, parameter in module.named_parameters() if includes(name)]
     of_blocks = matrices_of_blocks(module, config)
     return Block(
@@ -165,7 +169,7 @@ def _block(
 
 
 def shared_gradients(model: FoldedModel, layout: ParallelLayout) -> list[GradientTensor]:
-    """The gradients that all ranks have: experts only if they are neither split nor streamed."""
+    """The gradients common to all ranks. Experts are among them only if they are neither split nor streamed."""
     return gradient_tensors(model, with_experts=layout.ep_size == 1 and not layout.stream_experts)
 
 

@@ -1,4 +1,4 @@
-"""Which gradients ``m6.communication`` compresses, and the bytes that a rank sends for them, as closed forms."""
+"""The gradients compressed by ``m6.communication``, and the bytes sent for them by a rank, as closed forms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class GradientTensor:
-    """A gradient that all ranks have.
+    """A gradient common to all ranks.
 
     Attributes:
         shape: [E, rows, columns] of a stack of experts, [rows, columns] of a matrix.
@@ -43,10 +43,10 @@ class GradientTensor:
 
 
 def is_compressed(tensor: GradientTensor, settings: CommunicationSettings) -> bool:
-    """Whether the reducer of the run leaves out a part of this gradient.
+    """Whether the reducer of the run compresses this gradient.
 
-    It does not compress small tensors, as RedSync (arXiv 1808.04357) and PowerSGD (arXiv 1905.13727), nor biases and
-    norms; "chunks" sends the first layers whole, whose packets come first in DLCP (arXiv 2008.08445).
+    Small tensors are sent whole, as in RedSync (arXiv 1808.04357) and PowerSGD (arXiv 1905.13727); so are biases and
+    norms. "chunks" also sends the first layers whole: DLCP (arXiv 2008.08445) gives their packets priority.
     """
     if settings.gradients == "all_reduce" or len(tensor.shape) - tensor.is_stack < 2:
         return False
@@ -64,42 +64,42 @@ def saves_at_rank(tensor: GradientTensor, rank: int) -> bool:
 
 
 def kept_count(numel: int, density: float) -> int:
-    """Of ``numel`` elements or chunks those that are sent; at least one."""
+    """The number of elements or chunks sent, out of ``numel``; at least one."""
     return max(1, math.ceil(numel * density))
 
 
 def ring_bytes(num_bytes: int, ranks: int) -> float:
-    """Bytes that a rank sends in an all-reduce by a ring of this many bytes."""
+    """Bytes sent by a rank in a ring all-reduce of ``num_bytes``."""
     return 2 * num_bytes * (ranks - 1) / ranks
 
 
 def gathered_bytes(num_bytes: int, ranks: int) -> int:
-    """Bytes that a rank sends in an all-gather, to which each rank contributes this many."""
+    """Bytes sent by a rank in an all-gather with ``num_bytes`` from each rank."""
     return num_bytes * (ranks - 1)
 
 
 def sends_whole(settings: CommunicationSettings, density: float, ranks: int) -> bool:
-    """Whether a step sends whole gradients: at density 1, and where that takes no more bytes.
+    """Whether a step sends whole gradients: at density 1, and where whole gradients take no more bytes.
 
-    A sparse element is an index and a value for each other rank, so that top-k saves below a density of 1 / ranks.
+    A sparse element costs an index and a value for each other rank. So top-k saves bytes below a density of 1 / ranks.
     """
     return ranks == 1 or density >= 1 or (settings.gradients == "top_k" and density * ranks >= 1)
 
 
 @dataclass(frozen=True)
 class Messages:
-    """What a rank sends in one step for gradients that all ranks have.
+    """The messages of a rank in one step for gradients common to all ranks.
 
     Attributes:
         all_reduced: bytes of its all-reduces.
-        gathered: bytes that it contributes to all-gathers.
+        gathered: bytes of its contributions to all-gathers.
     """
 
     all_reduced: int
     gathered: int = 0
 
     def sent_bytes(self, ranks: int) -> float:
-        """Bytes that leave each of so many ranks."""
+        """Bytes sent by each of ``ranks`` ranks."""
         return ring_bytes(self.all_reduced, ranks) + gathered_bytes(self.gathered, ranks)
 
 
@@ -130,5 +130,5 @@ def messages(
 
 
 def sent_bytes(tensors: Sequence[GradientTensor], settings: CommunicationSettings, density: float, ranks: int) -> float:
-    """Bytes that a rank sends in one step, see ``messages``."""
+    """Bytes sent by a rank in one step, see ``messages``."""
     return messages(tensors, settings, density, ranks).sent_bytes(ranks)

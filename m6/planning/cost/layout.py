@@ -1,4 +1,4 @@
-"""How a run is spread over devices: what the planner chooses. It never changes what the model learns."""
+"""The layout of a run over devices: the choice of the planner. A layout never changes what the model learns."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class ParallelLayout:
     """One way to run the global batch on ``world_size`` ranks.
 
     Attributes:
-        ep_size: ranks that share one set of experts.
-        tp_size: ranks that share the matrices of blocks.
+        ep_size: expert-parallel ranks; they share one set of experts.
+        tp_size: tensor-parallel ranks; they share the matrices of blocks.
         pp_size: ranks of a pipeline.
         zero_stage: 0 to 3.
         micro_batch_size: samples of one forward pass of a rank.
         checkpointing: activation checkpointing: the backward pass recomputes each block.
         offload_optimizer: DeepSpeed keeps the optimizer state in host memory and updates there.
         offload_params: DeepSpeed keeps the weights in host memory, too (ZeRO stage 3).
-        stream_experts: ``m6.offload``: experts and their optimizer state are in host memory and come to the device in
-            chunks.
-        ranks_per_node: ranks of a node, to which the exchange of tokens sends a token once for all its experts there;
-            0: the exchange knows no nodes.
-        micro_batches_at_once: micro-batches that take turns, one computing while tokens of another are exchanged.
+        stream_experts: ``m6.offload``: experts and their optimizer state are in host memory and are streamed to the
+            device in chunks.
+        ranks_per_node: ranks of a node. The exchange sends a token once to a node for all its experts there. 0: a flat
+            all-to-all.
+        micro_batches_at_once: micro-batches in turns: one computes while tokens of another are exchanged.
         schedule: of a pipeline.
         cut: layers of each stage of a pipeline; empty: equal ones, as far as possible.
         placement: how the matrices are divided over ``tp_size`` ranks.
@@ -78,20 +78,20 @@ class ParallelLayout:
 
     @property
     def dp_size(self) -> int:
-        """Ranks that compute different samples. The ranks of an expert-parallel group do so, too."""
+        """Data-parallel ranks, each with samples of its own. The ranks of an expert-parallel group count, too."""
         return self.world_size // (self.tp_size * self.pp_size)
 
     @property
     def outer_parts(self) -> int:
-        """In how many parts a tensor group divides what is not in dense blocks: vocabulary, and matrices of experts.
+        """The parts into which a tensor group divides the vocabulary and the matrices of experts.
 
-        Megatron-LM divides these. Our engine does not; of experts its ranks divide the tokens.
+        Megatron-LM divides these. Our engine does not: its ranks divide the tokens of experts.
         """
         return self.tp_size if self.placement == "megatron" else 1
 
     @property
     def expert_copies(self) -> int:
-        """Ranks that hold the same experts, or parts of them."""
+        """Ranks with the same experts, or with parts of them."""
         return self.world_size // (self.pp_size * self.ep_size * self.outer_parts)
 
     def division(self, equal_for: tuple[str, ...] = ()) -> Division:
@@ -109,7 +109,7 @@ class ParallelLayout:
         return self.division().most(global_batch)
 
     def backward_passes(self, global_batch: int) -> int:
-        """Backward passes of a step of that rank: of micro-batches, or of those that take turns."""
+        """Backward passes of a step of the same rank. Micro-batches in turns share one."""
         return self.accumulation(global_batch) // self.micro_batches_at_once
 
     def __str__(self) -> str:
@@ -137,7 +137,7 @@ def is_flushless(config: RunConfig, layout: ParallelLayout) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _pipeline(pp_size: int, schedule: Schedule, cut: tuple[int, ...]) -> PipelineSettings:
-    # A search asks thousands of times.
+    # A search asks thousands of times, and validation is slow.
     return PipelineSettings(num_ranks=pp_size, schedule=schedule, layers=list(cut) or None)
 
 

@@ -1,9 +1,9 @@
 """The bytes of a layout on its fullest rank, in the host memory of a node, and in checkpoints, as a closed form.
 
-The partitions are those of DeepSpeed 0.19.8 (ZeRO, arXiv 1910.02054, section 5). Weights and optimizer state are exact.
-So are gradients, except at ZeRO stage 2: there DeepSpeed keeps whole gradients of parameters across the boundary of a
-partition. The formula adds the largest parameter once for them. Activations are a formula of their own. Layouts have a
-price even if the engine refuses them, so that the planner can say what they would need.
+The partitions follow DeepSpeed 0.19.8 (ZeRO, arXiv 1910.02054, section 5). Weights and optimizer state are exact.
+Gradients are exact, too, except at ZeRO stage 2: there DeepSpeed keeps whole gradients of parameters across the
+boundary of a partition. The formula adds the largest parameter once for them. Activations have a formula of their own.
+Layouts have a price even if the engine refuses them, so the planner can state their needs.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class MemoryFootprint:
     """Bytes of one rank. ``host`` and ``host_process`` are in host memory, the others on the device.
 
     Attributes:
-        weights: as the forward pass reads them, with those that are gathered or streamed at one time.
-        old_weights: those of the version before, for passes under way in a pipeline without a flush.
+        weights: in the type of the forward pass, with the weights gathered or streamed at one time.
+        old_weights: weights of the version before, for passes in flight in a pipeline without a flush.
         gradients: between the backward pass and the update.
         partial_sums: of gradients of earlier micro-batches, with ``"deterministic": "any_world"``.
-        residuals: what a rank with ``m6.communication`` has not sent of its gradients.
+        residuals: unsent parts of a rank's gradients, with ``m6.communication``.
         optimizer_state: moments and step counters; at ZeRO stages 1 to 3 also the fp32 master weights; with
-            ``m6.gradient_delay`` also the gradients that wait.
-        owned_experts: experts of ``m6.offload`` that the device owns, with their gradients and optimizer state.
+            ``m6.gradient_delay`` also the delayed gradients.
+        owned_experts: experts of ``m6.offload`` owned by the device, with their gradients and optimizer state.
         activations: kept by autograd for one micro-batch, with the gradients of its logits.
         buckets: DeepSpeed's buffers for the reduction of gradients.
-        update: temporaries of the optimizer's step, when the activations are freed; without a flush also those that
-            are not.
+        update: temporaries of the optimizer's step, after the activations are freed; without a flush also the
+            activations in flight.
         process: driver, libraries and allocator; calibrated, 0 by default.
         host: states of the rank in host memory.
-        store: of ``host``, what ``m6.offload`` holds: the other experts with their gradients and optimizer state.
+        store: the share of ``m6.offload`` in ``host``: the other experts with their gradients and optimizer state.
         host_process: the program itself in host memory; calibrated, 0 by default.
     """
 
@@ -74,14 +74,14 @@ class MemoryFootprint:
 
     @property
     def resident(self) -> int:
-        """Bytes that stay on the device during the whole step."""
+        """Bytes on the device during the whole step."""
         sums = self.gradients + self.partial_sums + self.residuals
         return self.weights + self.old_weights + sums + self.optimizer_state + self.owned_experts + self.process
 
     @property
     def peak(self) -> int:
         """An upper estimate of the device memory: gradients fill up while activations are freed. It leaves out the
-        gradients within a recomputed block, which can exceed it by half a percent."""
+        gradients within a recomputed block. With these the memory can exceed the estimate by half a percent."""
         return self.resident + max(self.activations + self.buckets, self.update)
 
     def parts(self) -> dict[str, int]:
@@ -94,17 +94,17 @@ BUCKET_NUMEL = 500_000_000
 PERSISTENCE_THRESHOLD = 100_000
 MAX_LIVE_PARAMETERS = 1_000_000_000
 _MASTER_AND_MOMENTS = 1 + ADAMW_MOMENTS
-# ZeRO flattens weights at the start and gradients in every step. The allocator of a CPU keeps the memory of these
-# copies: so many of a rank's parameters, found by the configurations of scripts/benchmarks/planner.
+# ZeRO flattens weights at the start and gradients in every step. The allocator of a CPU keeps the memory of so many
+# copies of a rank's parameters. Found with the configurations of scripts/benchmarks/planner.
 _KEPT_COPIES = 4
 _STREAM_WINDOW_LAYERS = 2
-# Bytes of host memory for each parameter that a rank owns, with 16-bit weights: the live storages of DeepSpeed 0.19.8
-# after two steps. Stages 1 and 2 with one micro-batch a step, and with more; stage 3 without offloaded weights, and
-# with them.
+# Bytes of host memory per parameter owned by a rank, with 16-bit weights: the live storages of DeepSpeed 0.19.8 after
+# two steps. Stages 1 and 2 with one micro-batch a step, and with more; stage 3 without offloaded weights, and with
+# them.
 _HOST_BYTES = {"one": 21, "many": 23}
 _HOST_BYTES_STAGE_3 = {False: 18, True: 20}
-# Copies of all compressed gradients that a reducer makes beside their sums, and of a bucket in an exchange of partial
-# sums: the live storages of m6/training/reduction and m6/training/engine/tree_sum.py.
+# Copies of all compressed gradients made by a reducer in addition to their sums, and copies of a bucket in an exchange
+# of partial sums: the live storages of m6/training/reduction and m6/training/engine/tree_sum.py.
 _REDUCER_COPIES = {"top_k": 1, "chunks": 3, "powersgd": 2}
 _BUCKET_COPIES = 3
 
@@ -116,9 +116,9 @@ class MemoryModel:
         config: the run.
         profile: calibrated overheads.
         batch: the shape of a micro-batch of any size; None: :func:`full_row`.
-        sharing: what the layers share in the Pseudo stage; None: nothing.
-        on_touch: memory counts when it is first written, as on a CPU, and not when it is allocated.
-        device_bytes: of a device, which experts of ``m6.offload`` may fill; None: all of them are streamed.
+        sharing: what the layers share in the Pseudo phase; None: nothing.
+        on_touch: memory counts at its first write, as on a CPU, and not at its allocation.
+        device_bytes: of a device; experts of ``m6.offload`` may fill the free part. None: all of them are streamed.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class MemoryModel:
         return max(self.footprints(layout), key=lambda footprint: footprint.peak)
 
     def footprints(self, layout: ParallelLayout) -> list[MemoryFootprint]:
-        """The footprint of each rank of a pipeline, or that of every rank where there is none."""
+        """The footprint of each rank of a pipeline. Without a pipeline: one footprint for all ranks."""
         return [self.footprint(layout, place, self._stages(layout, place)) for place in range(layout.pp_size)]
 
     def footprint(self, layout: ParallelLayout, place: int, stages: Sequence[range]) -> MemoryFootprint:
@@ -168,7 +168,7 @@ class MemoryModel:
         if pipeline is not None and holds_copy_of_table(pipeline, place):
             numel = self.config.model.vocab_size * self.config.model.hidden_size // layout.outer_parts
             copy = numel * self.precision.weights
-            # Of the copy's gradient there are two, too: the first rank ends its step later.
+            # The copy has two gradients, too: the first rank ends its step later.
             sums = 2 if is_flushless(self.config, layout) else 1
             states = replace(states, weights=states.weights + copy, gradients=states.gradients + sums * copy)
             if self.config.m6.training.deterministic is not None:
@@ -184,8 +184,8 @@ class MemoryModel:
         return self._with_store(rest, layout, part) if layout.stream_experts else rest
 
     def counts(self, layout: ParallelLayout) -> ParameterCounts:
-        """Parameters of the rank with most of them, before tensor parallelism divides them; without streamed experts,
-        which DeepSpeed does not see."""
+        """Parameters of the rank with most of them, before tensor parallelism divides them. Streamed experts are
+        excluded, as DeepSpeed does not know them."""
         return max(self.counts_of_ranks(layout), key=lambda counts: counts.local)
 
     def counts_of_ranks(self, layout: ParallelLayout) -> list[ParameterCounts]:
@@ -203,7 +203,7 @@ class MemoryModel:
         return self._counts[key]
 
     def _part(self, layout: ParallelLayout, stages: Sequence[range]) -> FoldedModel:
-        """What a rank with these stages has of the model."""
+        """The part of the model on a rank with these stages."""
         return self.model if layout.pp_size == 1 else self.model.part([layer for stage in stages for layer in stage])
 
     def _stages(self, layout: ParallelLayout, place: int) -> list[range]:
@@ -214,8 +214,8 @@ class MemoryModel:
         return [cut[stage] for stage in pipeline.stages_of(place)]
 
     def stored_experts(self, layout: ParallelLayout) -> int:
-        """Elements of the experts that ``m6.offload`` keeps, of the rank with most of them, before tensor parallelism
-        divides them."""
+        """Elements of the experts in ``m6.offload`` on the rank with most of them, before tensor parallelism divides
+        them."""
         return max(self.experts_of_ranks(layout))
 
     def experts_of_ranks(self, layout: ParallelLayout) -> list[int]:
@@ -225,7 +225,7 @@ class MemoryModel:
         return [stored_numel(part, layout.ep_size) for part in self._parts(layout)]
 
     def owned_share_of_ranks(self, layout: ParallelLayout) -> list[float]:
-        """The share of the experts of each rank of a pipeline that the device owns, of which nothing moves."""
+        """The device's share of the experts, for each rank of a pipeline. Experts owned by the device never move."""
         if not layout.stream_experts:
             return [0.0] * layout.pp_size
         if layout not in self._owned_shares:
@@ -236,7 +236,7 @@ class MemoryModel:
         return self._owned_shares[layout]
 
     def _parts(self, layout: ParallelLayout) -> list[FoldedModel]:
-        """What each rank of a pipeline has of the model."""
+        """The part of the model on each rank of a pipeline."""
         key = (layout.pp_size, layout.schedule, layout.cut)
         if key not in self._parts_of:
             places = range(layout.pp_size)
@@ -244,7 +244,7 @@ class MemoryModel:
         return self._parts_of[key]
 
     def exchange_parts(self, layout: ParallelLayout) -> int:
-        """The parts in which the tokens of a micro-batch go to experts: each brings a gradient of every expert."""
+        """The parts of the exchange of a micro-batch's tokens. Each part yields one gradient of every expert."""
         return 1 if self._moe is None else self._moe.exchange_parts(layout.ep_size)
 
     def expert_store(self, layout: ParallelLayout) -> ExpertStore:
@@ -260,7 +260,7 @@ class MemoryModel:
         return scale_batch(self.row, layout.micro_batch_size)
 
     def expected_routing(self, layout: ParallelLayout) -> ExpectedRouting | None:
-        """What the capacity leaves over of the choices of such a micro-batch; None: the model is dense."""
+        """The choices within the capacity, expected for a micro-batch of this size; None: the model is dense."""
         model = self.config.model
         return None if model.moe is None else expected_routing(model.moe_config(), self.batch_of(layout).real)
 
@@ -324,7 +324,7 @@ class MemoryModel:
         weights = padded * width + counts.fixed(width)
         if layout.offload_optimizer:
             kind = "one" if layout.backward_passes(self.config.deepspeed.train_batch_size) == 1 else "many"
-            host = owned * (_HOST_BYTES[kind] + 2 * (width - 2))  # two of the buffers have the width of the weights
+            host = owned * (_HOST_BYTES[kind] + 2 * (width - 2))  # two of the buffers are as wide as the weights
             device_gradients = counts.local * width if stage == 1 else 0
             return MemoryFootprint(weights=weights, gradients=device_gradients, buckets=bucket, host=host)
         return MemoryFootprint(
@@ -340,8 +340,8 @@ class MemoryModel:
     def _with_own_sums(
         self, states: MemoryFootprint, layout: ParallelLayout, counts: ParameterCounts, part: FoldedModel
     ) -> MemoryFootprint:
-        """``states`` with what the engines need that sum gradients themselves, in fp32: those of
-        ``"deterministic": "any_world"`` and of ``m6.communication``."""
+        """``states`` with the fp32 sums of the engines for ``"deterministic": "any_world"`` and ``m6.communication``.
+        These engines sum gradients themselves."""
         width, settings = self.precision.weights, self.config.m6.communication
         if self.config.m6.training.deterministic is not None:
             kept, most = self._any_world_sums(layout)
@@ -355,27 +355,27 @@ class MemoryModel:
         residuals, ranks = self._residual_bytes(layout, part), layout.dp_size
         density = settings.density_of(settings.warmup_steps)
         sent = messages(shared_gradients(part, layout), settings, density, ranks).gathered
-        # Sums, and 16-bit gradients in fp32, beside what chooses among them, and the messages of all ranks.
+        # The sums and 16-bit gradients in fp32, the reducer's copies, and the messages of all ranks.
         sums = counts.local * (FP32 if width == FP32 else 2 * FP32)
         temporaries = sums + _REDUCER_COPIES[settings.gradients] * residuals + sent * (ranks + 1)
         return replace(states, residuals=residuals, update=max(states.update + counts.local * FP32, temporaries))
 
     def _any_world_sums(self, layout: ParallelLayout) -> tuple[int, int]:
-        """Copies of all gradients in fp32 while those of the last micro-batch are computed, and after that the most:
-        they lie beside the partial sums, or the sum of the rank beside that of all ranks."""
+        """Copies of all gradients in fp32: (during the last backward pass, the most after it). After it the new
+        gradients coexist with the partial sums, or the sum of the rank with the sum of all ranks."""
         shares = layout.division().shares(self.config.deepspeed.train_batch_size)
         kept, branches = most_sums(tuple(share // layout.micro_batches_at_once for share in shares[:: layout.ep_size]))
         return kept, max(kept + 1, branches + (layout.dp_size > 1))
 
     def residual_bytes(self, layout: ParallelLayout) -> int:
-        """What a rank has not sent of compressed gradients, whole ones, or those of its stages: the rank with most of
-        them. The factors of powersgd are negligible."""
+        """Bytes of the unsent parts of compressed gradients, on the rank with most of them. The factors of powersgd are
+        negligible."""
         if not self.config.m6.communication.compresses:
             return 0
         return max(self._residual_bytes(layout, part) for part in self._parts(layout))
 
     def shared_gradients(self, layout: ParallelLayout) -> list[GradientTensor]:
-        """The gradients that are equal on all replicas of a rank: of the rank with most elements of them."""
+        """The gradients common to all replicas of a rank, for the rank with most elements of them."""
         found = (shared_gradients(part, layout) for part in self._parts(layout))
         return max(found, key=lambda gradients: sum(gradient.numel for gradient in gradients))
 
@@ -385,14 +385,14 @@ class MemoryModel:
         return FP32 * sum(gradient.numel for gradient in gradients if is_compressed(gradient, settings))
 
     def _late_bytes(self, owned: int) -> int:
-        """Bytes of gradients that wait for the end of the next step, in fp32."""
+        """Bytes of delayed gradients in fp32. They wait for the end of the next step."""
         return 0 if self.config.m6.gradient_delay is None else owned * FP32
 
     def _with_two_versions(
         self, states: MemoryFootprint, layout: ParallelLayout, place: int, counts: ParameterCounts
     ) -> MemoryFootprint:
-        """``states`` with what passes of two steps under way need: copies of old weights, and the gradients of the
-        finished step until the update."""
+        """``states`` with the needs of a pipeline without a flush: copies of old weights for passes in flight, and the
+        gradients of the finished step until the update."""
         micro_batches = layout.accumulation(self.config.deepspeed.train_batch_size)
         copies = old_versions(layout.pp_size - 1 - place, micro_batches)
         partitions = (group.partition(layout) for group in counts.groups(self.config.deepspeed.optimizer_type))
@@ -410,14 +410,14 @@ class MemoryModel:
         return max((part.temporaries(self.precision.compute) for part in counts.muon), default=0)
 
     def _bucket(self, local: int) -> int:
-        """Bytes of the buffer through which stages 1 to 3 reduce the gradients of ``local`` parameters."""
+        """Bytes of the reduction buffer of stages 1 to 3 for the gradients of ``local`` parameters."""
         section = self.config.deepspeed.keys.get("zero_optimization", {})
         if not section.get("contiguous_gradients", True):
             return 0
         numel = int(section.get("reduce_bucket_size", BUCKET_NUMEL))
         copies = 2 if section.get("overlap_comm") else 1
         if self.on_touch:
-            # Gradients fill no more of a bucket than their own size.
+            # Gradients touch no more of a bucket than their own size.
             return (min(numel, local) * copies + _KEPT_COPIES * local) * self.precision.weights
         return numel * self.precision.weights * copies
 
@@ -449,9 +449,12 @@ class MemoryModel:
         )
 
     def _with_store(self, rest: MemoryFootprint, layout: ParallelLayout, part: FoldedModel) -> MemoryFootprint:
-        """``rest`` with the experts of ``m6.offload``: all on the device if they fit beside the rest; otherwise two
-        layers' weights, one layer's gradients and as many whole chunks as fit, and the other chunks on the host. Where
-        micro-batches take turns, sums of one layer's gradients lie beside them either way."""
+        """``rest`` with the experts of ``m6.offload``.
+
+        If all of them fit into the rest of the device, the device owns them all. Otherwise it holds two layers'
+        weights, one layer's gradients and as many whole chunks as fit; the host holds the other chunks. If
+        micro-batches take turns, the device also holds sums of one layer's gradients, in both cases.
+        """
         chunks, share = self._chunks_of(layout, part), layout.outer_parts
         store, numel = self.expert_store(layout), math.ceil(layer_numel(self.model, layout.ep_size) / share)
         if self.config.m6.training.deterministic is not None:  # in host memory, wherever the experts are
@@ -474,7 +477,7 @@ class MemoryModel:
         )
 
     def _chunks_of(self, layout: ParallelLayout, part: FoldedModel) -> RankChunks:
-        """The chunks of a rank that has ``part`` of the model, before tensor parallelism divides them."""
+        """The chunks of a rank with ``part`` of the model, before tensor parallelism divides them."""
         store = self.expert_store(layout)
         gradient = 0 if store.gradient_dtype is None else store.gradient_dtype.itemsize
         key = layout.ep_size, gradient, store.next_weights == "copy", part.blocks
@@ -484,7 +487,7 @@ class MemoryModel:
 
 
 def checkpoint_bytes(memory: MemoryModel, layout: ParallelLayout) -> float:
-    """Bytes that one rank writes, all in fp32: weights, moments, and gradients that wait for a later step."""
+    """Bytes of one rank in a checkpoint, all in fp32: weights, moments, and delayed gradients."""
     counts = memory.counts(layout).divided(layout)
     replicas = layout.expert_copies
     owned = (counts.local - counts.experts) / layout.dp_size + counts.experts / replicas
@@ -497,7 +500,7 @@ def checkpoint_bytes(memory: MemoryModel, layout: ParallelLayout) -> float:
 
 
 def copied_bytes(memory: MemoryModel, layout: ParallelLayout) -> float:
-    """Bytes of one rank in host memory while it writes: all that it writes, or with ``async_save: false`` one file."""
+    """Bytes of one rank in host memory during a save: the whole checkpoint, or with ``async_save: false`` one file."""
     whole = checkpoint_bytes(memory, layout)
     return whole if memory.config.m6.checkpoint.async_save else min(whole, SHARD_BYTES)
 

@@ -1,4 +1,4 @@
-"""What the optimizer Muon costs: its products and its memory."""
+"""The cost of the optimizer Muon: its products and its memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class MuonMatrices:
 
     Attributes:
         number: how many.
-        in_parameter: how many of them lie in one parameter.
+        in_parameter: how many of them are in one parameter.
         rows, columns: of each.
-        of_experts: whether they are of experts that are split over ranks.
+        of_experts: whether they belong to experts split over ranks.
     """
 
     number: int
@@ -54,9 +54,9 @@ class MuonMatrices:
 def muon_products_s(
     matrices: Iterable[MuonMatrices], layout: ParallelLayout, dtype: str, matmul_s: Callable[[Matmul], float]
 ) -> float:
-    """Seconds of the products of a step, which ZeRO stages 1 and 2 share out with the partitions.
+    """Seconds of the products of a step. ZeRO stages 1 and 2 divide them over ranks together with the partitions.
 
-    They belong to the update, whose measured factor covers them.
+    They belong to the update: its measured factor includes them.
     """
     seconds = 0.0
     for part in matrices:

@@ -1,4 +1,4 @@
-"""How many parameters one rank holds, and in which sizes, before ZeRO partitions them."""
+"""The number and sizes of the parameters of one rank, before ZeRO partitions them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ADAMW_MOMENTS = 2
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """A parameter group of one rank's optimizer, which DeepSpeed flattens at ZeRO stages 1 and 2.
+    """A parameter group of one rank's optimizer. DeepSpeed flattens it at ZeRO stages 1 and 2.
 
     Attributes:
         numel: elements before ZeRO partitions them.
-        of_experts: whether it has experts that are split over ranks.
+        of_experts: whether it has experts split over ranks.
         by_muon: whether Muon updates it.
         moments: elements of optimizer state for each parameter.
     """
@@ -31,7 +31,7 @@ class ParameterGroup:
     moments: int = ADAMW_MOMENTS
 
     def ranks(self, layout: ParallelLayout) -> int:
-        """Ranks over which ZeRO partitions the group."""
+        """Number of ZeRO's partitions of the group."""
         return layout.expert_copies if self.of_experts else layout.dp_size
 
     def partition(self, layout: ParallelLayout) -> int:
@@ -50,16 +50,16 @@ class ParameterCounts:
     Attributes:
         matrices: in tensors of two or more dimensions, split experts excluded.
         vectors: in tensors of one dimension.
-        experts: in experts that are split over ranks; 0 where every rank has all of them.
-        frozen: parameters without gradients, which are in no other field.
+        experts: in experts split over ranks; 0 where every rank has all of them.
+        frozen: parameters without gradients; no other field counts them.
         buffer_bytes: bytes of buffers.
         largest: the largest parameter.
-        largest_module: the largest unit that ZeRO stage 3 gathers at once: a parameter, or the experts of a layer.
-        largest_update: the largest tensor for which Adafactor makes temporaries: a parameter, or a single expert's.
+        largest_module: the largest unit gathered at once by ZeRO stage 3: a parameter, or the experts of a layer.
+        largest_update: the largest tensor of an update by Adafactor: a parameter, or one expert's part of it.
         sizes: (elements, how many) of the parameters, by size.
         dense_moments: bytes of optimizer state by optimizer type, of all but experts.
         expert_moments: the same of experts, split or not.
-        muon: the matrices that Muon updates.
+        muon: the matrices updated by Muon.
     """
 
     matrices: int
@@ -81,7 +81,7 @@ class ParameterCounts:
         return self.matrices + self.vectors + self.experts
 
     def groups(self, optimizer_type: str) -> list[ParameterGroup]:
-        """The optimizer's parameter groups that are not empty: with weight decay, without it, and split experts."""
+        """The optimizer's non-empty parameter groups: with weight decay, without it, and split experts."""
         muon = optimizer_type == "Muon"
         blocks = sum(part.numel for part in self.muon if not part.of_experts) if muon else 0
         moments = 1 if optimizer_type == "Lars" else ADAMW_MOMENTS
@@ -94,7 +94,7 @@ class ParameterCounts:
         return [group for group in groups if group.numel > 0]
 
     def divided(self, layout: ParallelLayout) -> ParameterCounts:
-        """The counts of one rank of a tensor group. Biases are counted whole, of which 1-D divides some."""
+        """The counts of one rank of a tensor group. Biases are counted whole, though 1-D divides some of them."""
         parts = layout.tp_size
         if parts == 1:
             return self
@@ -107,7 +107,7 @@ class ParameterCounts:
         return replace(self, **{name: math.ceil(getattr(self, name) / parts) for name in names})
 
     def moments(self, optimizer_type: str) -> int:
-        """Bytes of optimizer state that is not partitioned."""
+        """Bytes of optimizer state without ZeRO's partitions."""
         return self.dense_moments[optimizer_type] + self.expert_moments[optimizer_type]
 
     def fixed(self, width: int) -> int:
@@ -115,15 +115,15 @@ class ParameterCounts:
         return self.frozen * width + self.buffer_bytes
 
     def sharded(self, world: int) -> int:
-        """Elements that a rank owns at ZeRO stage 3, where every parameter is padded by itself."""
+        """Elements owned by a rank at ZeRO stage 3. Every parameter is padded by itself."""
         return sum(math.ceil(numel / world) * count for numel, count in self.sizes)
 
     def frozen_shard(self, world: int) -> int:
-        """Elements of frozen parameters that a rank owns at ZeRO stage 3."""
+        """Elements of frozen parameters owned by a rank at ZeRO stage 3."""
         return math.ceil(self.frozen / world)
 
     def persistent(self, threshold: int) -> int:
-        """Elements of parameters of at most ``threshold`` elements, which ZeRO stage 3 keeps gathered."""
+        """Elements of parameters of at most ``threshold`` elements. ZeRO stage 3 keeps these gathered."""
         return sum(numel * count for numel, count in self.sizes if numel <= threshold)
 
 
@@ -132,7 +132,7 @@ def count_parameters(model: FoldedModel, ep_size: int, with_experts: bool = True
 
     Args:
         model: the model, or the fullest pipeline stage of it.
-        ep_size: ranks over which experts are split.
+        ep_size: expert-parallel ranks.
         with_experts: False: the experts are elsewhere (``m6.offload``).
     """
     split = ep_size > 1
@@ -192,10 +192,10 @@ def count_parameters(model: FoldedModel, ep_size: int, with_experts: bool = True
 
 
 def moment_bytes(shape: Shape, optimizer_type: str, of_blocks: bool) -> int:
-    """Bytes of the optimizer state of one parameter that is not partitioned, with its step counter.
+    """Bytes of the unpartitioned optimizer state of one parameter, with its step counter.
 
     Args:
-        of_blocks: whether Muon updates it; it takes AdamW for the others.
+        of_blocks: the parameter is a matrix of a block. Under Muon the others are updated by AdamW.
     """
     numel = math.prod(shape)
     if optimizer_type == "Muon" and of_blocks:

@@ -1,4 +1,4 @@
-"""Seconds in which the ranks of a pipeline compute and wait, and the best cut of the layers into stages."""
+"""Seconds of computation and waits in a pipeline, and the best cut of the layers into stages."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _ROUNDING = 1e-9
 
 
 class PipelineTime:
-    """Prices pipelines whose stages have layers of different times, on devices of different types.
+    """Prices pipelines with unequal layers, on devices of different types.
 
     Ranks of a pipeline take the devices in the order of the cluster.
 
     Args:
-        config: the run, which says whether its pipelines end all passes after each step.
+        config: the run. It decides whether its pipelines flush after each step.
         layers_on: see ``LayersOn``.
         message_s: seconds of the hidden states of a micro-batch from a rank to the next.
-        groups: the numbers of consecutive layers that belong into one stage, in the order of the model.
+        groups: sizes of groups of consecutive layers, in the order of the model. A stage has whole groups.
         splits: whether schedules may split backward passes: not while layers share weights.
     """
 
@@ -43,7 +43,7 @@ class PipelineTime:
         splits: bool,
     ) -> None:
         self._config, self._splits = config, splits
-        self._dtype = config.deepspeed.product_dtype  # by which the slowest devices of a place are known
+        self._dtype = config.deepspeed.product_dtype  # decides the slowest devices of a place
         self._ends = [0, *itertools.accumulate(groups)]
         of_layers = list(map(config.model.is_moe_layer, range(config.model.num_layers)))
         self._kinds = [tuple(of_layers[begin:end]) for begin, end in itertools.pairwise(self._ends)]
@@ -52,7 +52,7 @@ class PipelineTime:
         self._cuts: dict[tuple[int | str, ...], tuple[int, ...] | None] = {}
 
     def __call__(self, layout: ParallelLayout, steps: int) -> StepTime:
-        """Seconds of the passes of ``steps`` micro-batches: those of the slowest rank, and how long it waits."""
+        """Seconds of the passes of ``steps`` micro-batches: the passes of the slowest rank, and its waits."""
         assert layout.pipeline is not None
         settings = layout.pipeline
         splits = self._splits and not layout.checkpointing and not layout.stream_experts
@@ -71,7 +71,7 @@ class PipelineTime:
 
     @functools.cached_property
     def steps_between_flushes(self) -> float:
-        """The mean number of steps after which a pipeline without a flush ends all passes."""
+        """The mean number of steps between two flushes of a flushless pipeline, e.g. for checkpoints."""
         total = self._config.m6.training.total_steps
         return total / sum(map(self._config.flushes_after, range(1, total + 1)))
 
@@ -80,7 +80,7 @@ class PipelineTime:
         return [StepTime.sum_of(item.parts for items in held.values() for item in items) for held in self._held(layout)]
 
     def _held(self, layout: ParallelLayout) -> list[dict[int, list[LayerTime]]]:
-        """Place -> the number of each of its stages with what the stage computes."""
+        """Place -> stage -> the times of the stage's layers."""
         assert layout.pipeline is not None
         settings, layers = layout.pipeline, self._layers_of(layout)
         cut = settings.cut(len(layers[0]) - 2)
@@ -94,7 +94,7 @@ class PipelineTime:
         return steps * sum(fastest) / layout.pp_size
 
     def with_cut(self, layout: ParallelLayout, fits: Fits, suits: Suits) -> ParallelLayout | None:
-        """The layout with the best cut that ``fits`` and ``suits``, see ``cut_layers``; None if there is none."""
+        """The layout with the best cut within ``fits`` and ``suits``, see ``cut_layers``; None if there is none."""
         assert layout.pipeline is not None
         settings, layers = layout.pipeline, self._layers_of(layout)
         key = (*_sizes(layout), settings.schedule)
@@ -132,10 +132,10 @@ class PipelineTime:
     def refined(
         self, layout: ParallelLayout, step_s: Callable[[ParallelLayout], float], fits: Fits, suits: Suits
     ) -> ParallelLayout:
-        """The layout with a cut that is not slower than those with one group less in a stage and one more in another.
+        """The layout with a locally best cut: no move of one group from a stage to another makes it faster.
 
-        The slowest rank is not all that decides: stages of unequal length wait for each other, and the rank with most
-        parameters updates last.
+        The seconds of a step depend on more than the slowest rank: stages of unequal length wait for each other, and
+        the rank with most parameters updates last.
 
         Args:
             step_s: seconds of a whole step.
@@ -150,7 +150,7 @@ class PipelineTime:
             best = moved[times.index(seconds)]
 
     def _neighbours(self, layout: ParallelLayout) -> Iterator[ParallelLayout]:
-        """The cuts with one group less in a stage and one more in another."""
+        """The layouts with one group moved from a stage to another."""
         ends = [self._ends.index(end) for end in itertools.accumulate(layout.cut)]
         counts = [end - begin for begin, end in itertools.pairwise((0, *ends))]
         for less, more in itertools.permutations(range(len(counts)), 2):
@@ -195,13 +195,13 @@ def any_stages(place: int, stages: Sequence[range]) -> bool:
 
 
 def _sizes(layout: ParallelLayout) -> tuple[int, ...]:
-    """What decides the times of layers."""
+    """The cache key of the times of layers."""
     sizes = layout.ep_size, layout.tp_size, layout.pp_size, layout.micro_batch_size, layout.ranks_per_node
     return (layout.world_size, *sizes, layout.checkpointing)
 
 
 def _seconds(layers: Sequence[Sequence[LayerTime]]) -> list[list[float]]:
-    """Place -> seconds of each layer, with those of the embeddings in the first and of the head in the last one."""
+    """Place -> seconds of each layer. The first layer includes the embeddings, the last one the head."""
     found = []
     for first, *between, last in layers:
         own = [item.total for item in between]
@@ -212,7 +212,7 @@ def _seconds(layers: Sequence[Sequence[LayerTime]]) -> list[list[float]]:
 
 
 def _items(layers: Sequence[LayerTime], stage: range) -> list[LayerTime]:
-    """What a stage computes, the embeddings with the first layer and the head with the last one."""
+    """The times of a stage's layers, the embeddings with the first layer and the head with the last one."""
     num_layers = len(layers) - 2
     begin = 0 if stage.start == 0 else 1 + stage.start
     return list(layers[begin : 1 + stage.stop + (stage.stop == num_layers)])

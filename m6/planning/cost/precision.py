@@ -15,7 +15,7 @@ class Precision:
     """Bytes of an element.
 
     Attributes:
-        weights: of the weights that the forward pass reads.
+        weights: of the weights in the forward pass.
         compute: of the operands of matrix products.
         residual: of the residual stream.
     """

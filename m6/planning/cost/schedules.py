@@ -1,4 +1,4 @@
-"""The passes of a pipeline's schedule, and how long they take on a virtual clock."""
+"""The passes of a pipeline's schedule, and their duration on a virtual clock."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class StageSeconds:
 
     Attributes:
         forward: of the forward pass.
-        input: of the half of the backward pass that ends with the gradient of the input.
-        weight: of the half that computes the gradients of weights.
+        input: of the half of the backward pass for the gradient of the input.
+        weight: of the half for the gradients of weights.
     """
 
     forward: float
@@ -67,14 +67,14 @@ class StageSeconds:
 
 @functools.lru_cache(maxsize=256)
 def orders_of(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int) -> Orders:
-    """The order of the passes in a step, as the classes of PyTorch 2.13 run them.
+    """The order of the passes in a step, as run by the schedule classes of PyTorch 2.13.
 
     Args:
         schedule: a name of ``PipelineSettings.schedule``.
     """
-    if schedule == "1f1b":  # what PyTorch lists for its class of this schedule has passes too many
+    if schedule == "1f1b":  # PyTorch's list for its class of this schedule has superfluous passes
         return tuple(_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks))
-    # Its import takes seconds.
+    # Imported here, as the import takes seconds.
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     actions = get_schedule_ops(_CLASSES[schedule], ranks, micro_batches, stages_per_rank)
@@ -82,7 +82,7 @@ def orders_of(schedule: str, ranks: int, micro_batches: int, stages_per_rank: in
 
 
 def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> tuple[Pass, ...]:
-    ahead = min(ranks - rank, micro_batches)  # micro-batches under way before the first backward pass
+    ahead = min(ranks - rank, micro_batches)  # micro-batches in flight before the first backward pass
     found = [Pass("forward", rank, number) for number in range(ahead)]
     for number in range(micro_batches):
         found.append(Pass("backward", rank, number))
@@ -96,10 +96,10 @@ def sliced_orders(ranks: int, slices: tuple[int, ...]) -> Orders:
     """The order of 1F1B with slices: Seq1F1B (arXiv 2406.03488), section 3.
 
     The slices of a micro-batch go forward from the first to the last, and backward from the last to the first. The rank
-    of stage s begins backward passes after P - s - 1 + n - 1 forward passes and one more.
+    of stage s begins its first backward pass after P - s + n - 1 forward passes (P ranks, n slices).
 
     Args:
-        slices: the number of each micro-batch's slices. They are numbered through all micro-batches.
+        slices: the number of each micro-batch's slices. Slices are numbered consecutively over all micro-batches.
     """
     ends = list(itertools.accumulate(slices))
     backward = [number for count, end in zip(slices, ends, strict=True) for number in reversed(range(end - count, end))]
@@ -118,15 +118,15 @@ def sliced_orders(ranks: int, slices: tuple[int, ...]) -> Orders:
 def flushless_orders(ranks: int, micro_batches: int, steps: int) -> Orders:
     """The order of the passes of several steps without a flush between them: PipeDream-2BW (arXiv 2006.09503).
 
-    It is 1F1B over the micro-batches of all steps, which are numbered through: at the end of a step the rank of stage s
-    has P - s - 1 of them under way, and it ends them between the first forward passes of the next step. After the last
-    step all passes end.
+    It is 1F1B over the micro-batches of all steps, numbered consecutively. At the end of a step the rank of stage s has
+    P - s - 1 of them in flight. It ends them between the first forward passes of the next step. After the last step all
+    passes end.
     """
     return orders_of("1f1b", ranks, steps * micro_batches, 1)
 
 
 def _passes(action: Any) -> tuple[Pass, ...]:
-    parts = action.sub_actions or (action,)  # DualPipeV names pairs, which run one after the other
+    parts = action.sub_actions or (action,)  # DualPipeV lists pairs of passes; they run one after the other
     return tuple(
         Pass(_KINDS[part.computation_type.name], part.stage_index, part.microbatch_index)
         for part in parts
@@ -137,12 +137,12 @@ def _passes(action: Any) -> tuple[Pass, ...]:
 def run_clock(orders: Sequence[Sequence[Pass]], stages: Sequence[StageSeconds], message_s: float = 0.0) -> float:
     """Seconds until the last rank has ended.
 
-    The passes of a rank follow each other, and a pass waits for what it receives. A message delays nothing else.
+    The passes of a rank follow each other, and a pass waits for its input. A message delays nothing else.
 
     Args:
         orders: the passes of each rank.
         stages: seconds of each stage.
-        message_s: seconds of a message to the next or the previous stage, if that is on another rank.
+        message_s: seconds of a message to the next or the previous stage on another rank.
     """
     seconds = [stage.of(kind) for stage in stages for kind in _PASS_KINDS]
     clocks, done = [0.0] * len(orders), list[float]()
@@ -160,8 +160,8 @@ class _Timed(NamedTuple):
 
     Attributes:
         pass_type: stage x 4 + the index of its kind.
-        source: the number of the earlier pass whose result it needs.
-        on_other_rank: whether that result comes in a message.
+        source: the number of the earlier pass with its input.
+        on_other_rank: whether its input comes in a message.
     """
 
     rank: int
@@ -172,7 +172,7 @@ class _Timed(NamedTuple):
 
 @functools.lru_cache(maxsize=256)  # a search asks for the same orders with the seconds of thousands of cuts
 def _timetable(orders: Orders, num_stages: int) -> tuple[_Timed, ...]:
-    """The passes of all ranks in an order in which each comes after what it waits for."""
+    """The passes of all ranks in a topological order: each comes after its source."""
     rank_of = {each.stage: rank for rank, order in enumerate(orders) for each in order}
     places, done, found = [0] * len(orders), dict[Pass, int](), list[_Timed]()
     left = sum(len(order) for order in orders)
@@ -197,7 +197,7 @@ def _timetable(orders: Orders, num_stages: int) -> tuple[_Timed, ...]:
 
 
 def filled_step(settings: PipelineSettings, micro_batches: int) -> int:
-    """The number of micro-batches, at most ``micro_batches``, after which a step only repeats itself."""
+    """The number of micro-batches, at most ``micro_batches``, after which the schedule repeats itself."""
     ranks = settings.num_ranks
     if micro_batches % ranks and settings.schedule.startswith("interleaved"):
         return micro_batches  # its rounds have other sizes
@@ -207,7 +207,7 @@ def filled_step(settings: PipelineSettings, micro_batches: int) -> int:
 def step_s(settings: PipelineSettings, micro_batches: int, stages: Sequence[StageSeconds], message_s: float) -> float:
     """Seconds of all passes of a step, waits included.
 
-    Of many micro-batches only the first and last ones are run on the clock: between them a schedule repeats itself.
+    The clock runs only the first and last ones of many micro-batches: between them a schedule repeats itself.
     """
     ranks, filled = settings.num_ranks, filled_step(settings, micro_batches)
 
@@ -224,9 +224,9 @@ def step_s(settings: PipelineSettings, micro_batches: int, stages: Sequence[Stag
 def flushless_step_s(
     ranks: int, micro_batches: int, stages: Sequence[StageSeconds], message_s: float, steps: float
 ) -> float:
-    """Seconds of a step, waits included, in a pipeline that ends all passes after every ``steps`` steps.
+    """Seconds of a step, waits included, in a pipeline with a flush after every ``steps`` steps.
 
-    Of many micro-batches only the first and last ones are run on the clock: between them each takes the period.
+    The clock runs only the first and last ones of many micro-batches: between them each takes the period.
 
     Args:
         steps: a mean, not always whole.
@@ -238,11 +238,11 @@ def flushless_step_s(
 
 
 def period_s(stages: Sequence[StageSeconds], message_s: float) -> float:
-    """Seconds in which 1F1B takes up one more micro-batch, once all ranks have begun.
+    """Seconds per micro-batch of 1F1B in its steady state.
 
-    A rank begins a forward pass when it has ended the backward pass of the micro-batch that it took up P - s before.
-    So neighbouring ranks i to j take up j - i + 1 micro-batches in the time that one needs for its passes from i to j
-    and back; the slowest of all such neighbours set the pace. Without messages it is that of the slowest rank.
+    The rank of stage s begins a forward pass after the backward pass of the micro-batch P - s before. So neighbouring
+    ranks i to j begin j - i + 1 micro-batches during the passes of one micro-batch from i to j and back. The slowest
+    of all such neighbours set the pace. Without messages the slowest rank sets it.
     """
     most = 0.0
     for first in range(len(stages)):
@@ -257,11 +257,11 @@ def period_s(stages: Sequence[StageSeconds], message_s: float) -> float:
 def most_under_way(
     schedule: str, ranks: int, micro_batches: int, stages_per_rank: int
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """How many micro-batches ranks keep activations of: from the forward to the end of the backward pass.
+    """The number of micro-batches with saved activations: from the forward to the end of the backward pass.
 
     Returns:
-        for each rank the numbers for each of its stages, in the order of the model, at all times that no other time
-        exceeds in each stage.
+        for each rank a list of times; for each time the numbers of the rank's stages, in the order of the model. Times
+        with at most the numbers of another time in every stage are left out.
     """
     found = []
     for order in orders_of(schedule, ranks, micro_batches, stages_per_rank):
@@ -279,7 +279,7 @@ def _covers(other: tuple[int, ...], time: tuple[int, ...]) -> bool:
 
 
 def waits_of_equal_stages(schedule: str, ranks: int, stages_per_rank: int, rank: StageSeconds) -> float:
-    """Seconds that a rank waits in a step with equal stages and without messages, for any number of micro-batches.
+    """Seconds of waits of a rank in a step with equal stages and without messages, for any number of micro-batches.
 
     1F1B and interleaved 1F1B: arXiv 2104.04473, section 2.2; zero bubble: arXiv 2401.10241. The form for V schedules
     holds if the halves of a backward pass take as long as a forward pass.
@@ -295,7 +295,7 @@ def waits_of_equal_stages(schedule: str, ranks: int, stages_per_rank: int, rank:
 
 
 def _source(current: Pass, last: int) -> Pass | None:
-    """The pass whose result a pass needs."""
+    """The pass with the input of ``current``."""
     kind, stage, number = current
     if kind == "forward":
         return Pass("forward", stage - 1, number) if stage else None

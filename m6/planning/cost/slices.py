@@ -1,6 +1,6 @@
-"""Tokens over slices of a row.
+"""Slices of the rows of a micro-batch (token-level pipelining).
 
-A run cuts the rows of a micro-batch into as many slices as it asks for, or as a model of their time says.
+A run sets the number of slices, or a model of their time chooses it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from m6.model.slices import legal_cuts, nearest_cuts
 def slice_tokens(
     length: int, places: Sequence[int], stages: float, rows: int, seconds: Callable[[int, int], float]
 ) -> tuple[list[int], float]:
-    """Where rows are cut so that they pass a pipeline fastest: TeraPipe (arXiv 2102.07988), section 3.3, for M rows.
+    """The fastest cuts of rows in a pipeline: TeraPipe (arXiv 2102.07988), section 3.3, for M rows.
 
-    M rows with slices of t_i seconds take M sum_i t_i + (K - 1) max_i t_i on K stages: each stage computes all of them,
-    and the longest one passes K - 1 further stages. TeraPipe's objective is that of M = 1, whose slices are too many
-    for more rows if each costs something. For each bound on max_i t_i dynamic programming over prefixes finds the least
+    M rows with slices of t_i seconds take M sum_i t_i + (K - 1) max_i t_i on K stages: each stage computes all slices,
+    and the longest slice passes K - 1 further stages. TeraPipe's objective has M = 1. For more rows it yields too many
+    slices if each slice has a fixed cost. For each bound on max_i t_i dynamic programming over prefixes finds the least
     sum.
 
     Args:
         length: tokens of a row.
-        places: the increasing places where it may be cut, see ``legal_cuts``. The time grows with the fourth power of
-            their number.
-        stages: K; stages that are faster than that of ``seconds`` count in part.
-        rows: M, those that pass one after the other.
+        places: increasing places of possible cuts, see ``legal_cuts``. The time grows with the fourth power of their
+            number.
+        stages: K; stages faster than the stage of ``seconds`` count in part.
+        rows: M, one after the other.
         seconds: (tokens of a slice, tokens before it) -> seconds of one stage.
 
     Returns:
@@ -54,7 +54,7 @@ def slice_tokens(
 
 
 def _least_sum(last: int, table: dict[tuple[int, int], float], bound: float) -> tuple[float, list[int]]:
-    """The least sum of slices from place 0 to ``last`` that take at most ``bound`` seconds each, and their cuts."""
+    """The least sum of slices from place 0 to ``last`` with at most ``bound`` seconds each, and their cuts."""
     sums, cut = [0.0] + [math.inf] * last, [0] * (last + 1)
     for end in range(1, last + 1):
         for begin in range(end):
@@ -67,20 +67,20 @@ def _least_sum(last: int, table: dict[tuple[int, int], float], bound: float) -> 
     return sums[last], cuts[-2::-1]
 
 
-_MOST = 16  # slices that "auto" considers
-# What a device computes while its memory moves a byte, in 16 bits: V100 140, A100 150, H100 300 FLOPs.
+_MOST = 16  # slices considered by "auto"
+# FLOPs of a device per byte of its memory bandwidth, in 16 bits: V100 140, A100 150, H100 300.
 _FLOPS_PER_BYTE = 150
 _BYTES_OF_WEIGHT = 2
 
 
 class SliceChoice:
-    """Chooses the cuts of micro-batches; it is a function of the configuration and the micro-batch.
+    """Chooses the cuts of micro-batches. The choice is a function of the configuration and the micro-batch.
 
     Args:
         micro_batches: of a rank in a step.
 
     Attributes:
-        most: slices that a micro-batch may have.
+        most: the largest number of slices of a micro-batch.
     """
 
     def __init__(self, config: RunConfig, micro_batches: int) -> None:
@@ -92,7 +92,7 @@ class SliceChoice:
         self.most = _MOST if config.pipeline.slices == "auto" else config.pipeline.slices
 
     def cuts(self, batch: MicroBatch) -> list[int]:
-        """The cuts of a micro-batch: the legal places nearest to those of equal slices, or the best of them."""
+        """The cuts of a micro-batch: the legal places nearest to equal slices, or with "auto" the best of these."""
         rows, length = batch.input_ids.shape
         nearest = nearest_cuts(legal_cuts(batch.token_type_ids, batch.sample_ids), length, self.most)
         if not self._is_auto:
@@ -103,9 +103,9 @@ class SliceChoice:
 
 
 def slice_work(model: ModelSettings, rows: int, ep_size: int) -> Callable[[int, int], float]:
-    """How long a stage computes a slice, in FLOPs of all layers: (tokens of the slice, tokens before it) -> FLOPs.
+    """The time of a slice in a stage, in FLOPs of all layers: (tokens of the slice, tokens before it) -> FLOPs.
 
-    A slice takes at least as long as the memory moves the weights of the layers, and their gradients.
+    A slice takes at least the time of moving the weights of the layers and their gradients.
 
     Args:
         rows: of the micro-batch.

@@ -1,4 +1,4 @@
-"""Which layers each rank of a pipeline gets: BaPipe (arXiv 2012.12544), for one stage and for two stages on a rank."""
+"""The layers of each rank of a pipeline: BaPipe (arXiv 2012.12544), for one stage and for two stages on a rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Suits = Callable[[int, Sequence[range]], bool]
 Sizes = tuple[int, ...]
 """Layers of each stage of a rank."""
 _WIDER = (1.0, 1.05, 1.15, 1.3, 1.6, 2.5, math.inf)
-_ROUNDING = 1e-12  # of sums in another order
+_ROUNDING = 1e-12  # relative; sums in another order differ by it
 
 
 @dataclass(frozen=True)
 class _Path:
-    """Stages of the first ranks: ``cost`` is the lower the better."""
+    """Stages of the first ranks. A lower ``cost`` is better."""
 
     cost: float
     stages: tuple[tuple[range, ...], ...]
@@ -37,17 +37,17 @@ def cut_layers(
     suits: Suits = lambda rank, stages: True,
     kinds: Sequence[Hashable] | None = None,
 ) -> tuple[int, ...] | None:
-    """The cut that fits and suits every rank and whose slowest rank is as fast as possible.
+    """The cut with the fastest slowest rank among the cuts within ``fits`` and ``suits``.
 
-    Of several such cuts the one with the least sum of squares of the stages' seconds is taken: stages of equal length
-    wait least for each other.
+    Several cuts may be equally fast. Then the least sum of squares of the stages' seconds decides: stages of equal
+    length wait least for each other.
 
     Args:
-        seconds: rank -> seconds of a micro-batch in each layer on the rank's devices, with those of the embeddings in
-            the first and those of the head in the last layer.
+        seconds: rank -> seconds of a micro-batch in each layer on the rank's devices. The first layer includes the
+            embeddings, the last layer the head.
         shape: of the schedule.
-        kinds: of each layer: ``fits`` and ``suits`` tell layers of one kind apart by their number, and by whether they
-            are the first or the last of the model, alone; None: each layer is of its own kind.
+        kinds: of each layer. For layers of one kind ``fits`` and ``suits`` depend only on their number, and on whether
+            the first or the last layer of the model is among them. None: each layer is of its own kind.
 
     Returns:
         the number of layers of each stage, in the order of the model; None if no cut fits.
@@ -68,8 +68,8 @@ def cut_layers(
 
 
 def _least_costs(cutter: _Cutter, middles: Sequence[int]) -> dict[int, float]:
-    """Middle -> seconds of the slowest rank of the best cut; without middles that are certainly not the best."""
-    for wider in _WIDER:  # low bounds leave few paths, and mostly one of the first is met
+    """Middle -> seconds of the slowest rank of the best cut. Middles above the bound are left out."""
+    for wider in _WIDER:  # low bounds leave few paths, and mostly one of the first bounds has a path
         bound = min(cutter.least_seconds * wider, cutter.most_seconds)
         found = {middle: cutter.best(middle, bound, cutter.slower) for middle in middles}
         costs = {middle: path.cost for middle, path in found.items() if path is not None}
@@ -79,18 +79,18 @@ def _least_costs(cutter: _Cutter, middles: Sequence[int]) -> dict[int, float]:
 
 
 class _EqualLayers:
-    """Cuts of layers that are all alike, but for the embeddings before the first and the head after the last one.
+    """Cuts of equal layers, apart from the embeddings before the first and the head after the last one.
 
-    What a rank takes depends on how many layers each of its stages has, and not on where they are. So the ranks share a
-    number of layers, and the dynamic programming over positions, whose work grows with their fourth power, is not
-    needed.
+    The seconds of a rank depend on the number of layers of each of its stages, not on their positions. So it is enough
+    to divide a number of layers over the ranks. Dynamic programming over positions is not needed; its work grows with
+    the fourth power of their number.
     """
 
     def __init__(self, seconds: Sequence[Sequence[float]], shape: Shape, fits: Fits, suits: Suits) -> None:
         self._shape, self._fits, self._suits = shape, fits, suits
         self._ranks, self._layers, self._stages = len(seconds), len(seconds[0]), 1 if shape == "line" else 2
         self._each = [own[1] for own in seconds]
-        # On top of equal layers: rank -> of its first and of its last stage.
+        # Rank -> seconds on top of equal layers, in its first and in its last stage.
         self._first = [seconds[0][0] - self._each[0], *[0.0] * (self._ranks - 1)]
         self._last = [0.0] * self._ranks
         head = 0 if shape == "v" else self._ranks - 1
@@ -108,14 +108,14 @@ class _EqualLayers:
         seconds = sorted({self._seconds(rank, n) for rank in range(self._ranks) for n in self._counts(self._layers)})
         if sum(self._most(seconds[-1])) < self._layers:
             return None
-        # The more seconds a rank may take, the more layers the ranks hold together.
+        # The number of layers that all ranks hold together grows with the bound, so bisection finds the least bound.
         place = bisect.bisect_left(seconds, self._layers, key=lambda bound: sum(self._most(bound)))
         sizes = self._most_equal(self._most(seconds[place]))
         first, second = [each[0] for each in sizes], [each[1] for each in sizes if len(each) > 1]
         return (*first, *(reversed(second) if self._shape == "v" else second))
 
     def _most_equal(self, most: Sequence[int]) -> list[Sizes]:
-        """The sizes of the stages with the least sum of squares, where no rank has more layers than ``most``."""
+        """The sizes of the stages with the least sum of squares. No rank has more layers than ``most``."""
         paths: dict[int, tuple[float, list[Sizes]]] = {0: (0.0, [])}
         for rank, highest in enumerate(most):
             later = most[rank + 1 :]
@@ -132,7 +132,7 @@ class _EqualLayers:
         return paths[self._layers][1]
 
     def _most(self, bound: float) -> list[int]:
-        """Rank -> the layers that it computes in ``bound`` seconds and that fit; 0 if it cannot have a stage."""
+        """Rank -> the most layers within its memory and ``bound`` seconds. All are 0 if a rank cannot have a stage."""
         found, limit = [], bound * (1 + _ROUNDING)
         for rank in range(self._ranks):
             counts = self._counts(self._most_that_fit[rank])
@@ -144,7 +144,7 @@ class _EqualLayers:
         return found if all(found) else [0] * self._ranks
 
     def _counts(self, most: int) -> range:
-        """The numbers of layers that a rank may have."""
+        """The possible numbers of layers of a rank."""
         return range(self._stages, most + 1)
 
     def _seconds(self, rank: int, count: int) -> float:
@@ -160,7 +160,7 @@ class _EqualLayers:
         return self._split(rank, count) is None
 
     def _split(self, rank: int, count: int) -> Sizes | None:
-        """The sizes of a rank's stages with ``count`` layers that fit and whose seconds are the most equal, or None."""
+        """The fitting sizes of a rank's stages with ``count`` layers and the most equal seconds, or None."""
         if (rank, count) not in self._splits:
             choices = ((count,),) if self._stages == 1 else self._pairs(rank, count)
             fitting = (sizes for sizes in choices if self._fits(rank, self._held(rank, sizes)))
@@ -168,7 +168,7 @@ class _EqualLayers:
         return self._splits[rank, count]
 
     def _pairs(self, rank: int, count: int) -> Iterator[Sizes]:
-        """The sizes of two stages, those with the most equal seconds first."""
+        """The sizes of two stages, the most equal seconds first."""
         middle = count / 2
         if self._each[rank] > 0:
             middle += (self._last[rank] - self._first[rank]) / (2 * self._each[rank])
@@ -183,7 +183,7 @@ class _EqualLayers:
                 above += 1
 
     def _held(self, rank: int, sizes: Sizes) -> list[range]:
-        """Stages of these sizes, where the other ranks leave the fewest layers before the first and after the last."""
+        """Stages of these sizes, at positions with the fewest possible layers of other ranks before and after them."""
         after = rank if self._shape == "v" else self._ranks - 1 - rank
         end = self._layers - after
         if len(sizes) == 1 and rank < self._ranks - 1:
@@ -192,21 +192,24 @@ class _EqualLayers:
 
 
 class _Cutter:
-    """Dynamic programming over ranks. What the first ranks hold is a first part of the layers and, if ranks have a
-    second stage, a second part: of what follows ``middle``, or, in a V, of what is left, from the end."""
+    """Dynamic programming over ranks.
+
+    The first ranks hold the first layers of the model. If ranks have a second stage, they also hold the first layers
+    after ``middle``, or in a V the last layers of the model.
+    """
 
     def __init__(self, seconds: Sequence[Sequence[float]], shape: Shape, fits: Fits, suits: Suits) -> None:
         self._sums = [[0.0, *itertools.accumulate(each)] for each in seconds]
         fastest = [min(layer) for layer in zip(*seconds, strict=True)]
         self._least = [0.0, *itertools.accumulate(fastest)]
-        # Each bound and each middle asks for much the same stages.
+        # Searches with other bounds and middles ask for mostly the same stages, so answers are cached.
         self._shape, self._fits, self._suits = shape, functools.cache(fits), suits
         self._ranks, self._layers = len(seconds), len(seconds[0])
         self.least_seconds = max(self._least[-1] / self._ranks, max(fastest))
         self.most_seconds = max(sums[-1] for sums in self._sums)
 
     def best(self, middle: int, bound: float, add: Callable[[float, Sequence[float]], float]) -> _Path | None:
-        """The path of least cost on which no rank takes longer than ``bound``."""
+        """The path of least cost with at most ``bound`` seconds on each rank."""
         limit = bound * (1 + _ROUNDING)
         paths = {(0, 0): _Path(0.0, ())}
         for rank in range(self._ranks):
@@ -233,7 +236,7 @@ class _Cutter:
         return cost + sum(seconds**2 for seconds in times)
 
     def _choices(self, rank: int, first: int, second: int, middle: int, limit: float) -> Iterator[tuple[range, ...]]:
-        """The stages that a rank can get after the first ranks have got ``first`` and ``second`` layers."""
+        """The possible stages of a rank after ``first`` and ``second`` layers of the earlier ranks."""
         total = self._layers
         end = {"line": total, "rounds": middle, "v": total - second}[self._shape]
         for stop in range(first + 1, end + 1):
@@ -259,20 +262,20 @@ class _Cutter:
                     yield stage, other
 
     def _least_more(self, rank: int, stop: int, second: int, middle: int, limit: float) -> int:
-        """Layers of a second stage with fewer of which more would be left than the other ranks can compute."""
+        """A lower bound of the layers of a second stage. With fewer the other ranks could not compute the rest."""
         able, least, total = (self._ranks - 1 - rank) * limit, self._least, self._layers
         if self._shape == "v":
             more = total - second + 1 - bisect.bisect_right(least, least[stop] + able)
         else:
             more = bisect.bisect_left(least, least[middle] - least[stop] + least[total] - able) - middle - second
-        return max(1, more - 1)  # one less, as these sums are rounded in another order than those of ``_enough``
+        return max(1, more - 1)  # one less, as ``_enough`` rounds its sums in another order
 
     def _enough(self, rank: int, left: Sequence[range], limit: float) -> bool:
-        """Whether the ranks after this one get a layer for each of their stages, and not more than they can compute."""
+        """Whether the later ranks get a layer for each of their stages, and can compute all layers left to them."""
         others = self._ranks - 1 - rank
         if others == 0:
             return not any(left)
-        stages = others * (2 if self._shape == "v" else 1)  # in each part of what is left
+        stages = others * (2 if self._shape == "v" else 1)  # in each part of the layers left
         seconds = sum(self._least[part.stop] - self._least[part.start] for part in left)
         return all(len(part) >= stages for part in left) and seconds <= others * limit
 

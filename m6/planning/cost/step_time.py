@@ -1,7 +1,8 @@
 """Seconds of one optimizer step of a layout, by part.
 
-Nothing overlaps, as the shipped configurations run DeepSpeed. The exceptions are streamed experts with their transfers
-and host updates, and exchanges of tokens with ``m6.moe.overlap_parts`` or with micro-batches that take turns.
+Nothing overlaps, as the shipped configurations run DeepSpeed, with two exceptions. The first is streamed experts with
+their transfers and host updates. The second is the exchange of tokens with ``m6.moe.overlap_parts`` or with
+micro-batches in turns.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from m6.planning.machine.profile import Profile
 
 
 def added_bytes(memory: MemoryModel, layout: ParallelLayout, passes: int, place: int) -> float:
-    """Bytes that autograd reads and writes for it in a step; experts of ``m6.offload`` are not among them.
+    """Bytes read and written by autograd in a step to add up gradients, without the experts of ``m6.offload``.
 
-    At stages 0 and 1 the gradients of all micro-batches add up, at the others those of a backward pass: of
-    micro-batches that take turns, of layers that share weights, of the table, which embeds tokens and is the head, and
-    of the parts in which tokens go to experts.
+    At ZeRO stages 0 and 1 the gradients of all micro-batches of a step add up. At stages 2 and 3 only the gradients of
+    one backward pass add up: of micro-batches in turns, of layers with shared weights, of the token table with its two
+    uses (embedding and head), and of the parts of the exchange of tokens.
 
     Args:
         passes: backward passes of the step.
@@ -48,7 +49,7 @@ def added_bytes(memory: MemoryModel, layout: ParallelLayout, passes: int, place:
     begun, together = (1, passes) if layout.zero_stage < 2 else (passes, 1)
     each = together * layout.micro_batches_at_once
     used, held, model = memory.used_by_rank(layout, place), memory.counts_of_ranks(layout)[place], memory.config.model
-    once = layout.pp_size > 1 or held.frozen  # in a pipeline the table lies on two ranks; adapters leave it alone
+    once = layout.pp_size > 1 or held.frozen  # in a pipeline the table is on two ranks; with adapters it is frozen
     table = 0 if once else model.vocab_size * model.hidden_size
     arriving = each * (used.local + (memory.exchange_parts(layout) - 1) * used.experts + table)
     return 3 * memory.precision.weights * begun * (arriving - held.local) / layout.tp_size
@@ -58,7 +59,7 @@ class StoreTime:
     """Prices the store of one run.
 
     Args:
-        memory: of the run; it says what the device owns.
+        memory: of the run; the source of the experts owned by the device.
     """
 
     def __init__(self, memory: MemoryModel) -> None:
@@ -66,8 +67,8 @@ class StoreTime:
         self._uses = uses_of_experts(memory.model)
 
     def num_gradients(self, layout: ParallelLayout, passes: int) -> int:
-        """Gradients of an expert in ``passes`` backward passes: one of each layer that uses it and each part of the
-        exchange; those of micro-batches that take turns are one."""
+        """Gradients of an expert in ``passes`` backward passes: one of each layer with this expert and each part of
+        the exchange. Micro-batches in turns yield one gradient together."""
         return round(passes * self._memory.exchange_parts(layout) * self._uses)
 
     def streaming(
@@ -87,8 +88,8 @@ class StoreTime:
         return host.streaming(numel, store, passes, gradients, self._uses, forward_s, backward_s)
 
     def device_s(self, layout: ParallelLayout, passes: int, place: int, host: HostTime) -> float:
-        """Seconds of a step in which a device adds up the gradients of micro-batches that take turns, and those of
-        experts that it owns, which it also updates."""
+        """Seconds a step of the device's work on experts: sums of the gradients of micro-batches in turns, and sums and
+        updates of the experts owned by the device."""
         numel, owned = self._numel(layout, place), self._owned_share(layout, place)
         store, gradients = self._memory.expert_store(layout), self.num_gradients(layout, passes)
         summed = gradients * store.summing_bytes(layout.micro_batches_at_once)
@@ -96,7 +97,7 @@ class StoreTime:
         return numel * moved / device_bandwidth(host.nodes, host.profile)
 
     def reduced_bytes(self, layout: ParallelLayout, place: int) -> int:
-        """The bytes that ranks with the same experts sum up for each of ``num_gradients``."""
+        """Bytes of the all-reduce between ranks with the same experts, for each of ``num_gradients``."""
         return math.ceil(self._numel(layout, place)) * self._memory.expert_store(layout).weight_bytes
 
     def _numel(self, layout: ParallelLayout, place: int) -> float:
@@ -107,12 +108,12 @@ class StoreTime:
         return self._memory.owned_share_of_ranks(layout)[place]
 
 
-# Bytes that the update of one parameter reads and writes. AdamW reads and writes the weight and two moments, and reads
-# the gradient; Adafactor reads the gradient four times, and reads and writes the weight and the update; Muon reads
-# gradient and momentum twice, writes both, scales the weight, adds the update, and norms and rounds it before. LAMB and
-# LARS are operators by themselves: LAMB reads or writes 26 numbers, LARS 16.
+# Bytes read and written by the update of one parameter. AdamW reads and writes the weight and two moments, and reads
+# the gradient. Adafactor reads the gradient four times, and reads and writes the weight and the update. Muon reads
+# gradient and momentum twice, writes both, norms and rounds the update, scales the weight and adds the update. LAMB and
+# LARS run unfused operators: LAMB reads or writes 26 numbers, LARS 16.
 _UPDATE_BYTES = {"AdamW": 28, "Adafactor": 32, "Muon": 56, "Lamb": 104, "Lars": 64}
-# Bytes that ZeRO stages 1 to 3 also move for each gradient of a rank: into the bucket and out of it, at stages 2 and 3
+# Bytes also moved by ZeRO stages 1 to 3 for each gradient of a rank: into the bucket and out of it, at stages 2 and 3
 # for every micro-batch; into the partition, for the norm in fp64 and for the scaling.
 _BUCKET_BYTES, _PARTITION_BYTES = 24, 46
 # Operators of the fetch, the release and the gradient reduction of one parameter at stage 3.
@@ -164,7 +165,7 @@ class TimeModel:
             every = [{name: value * share for name, value in each.items()} for each, share in types]
             parts = max(every, key=lambda each: sum(each.values()))
         if layout.zero_stage == 3:
-            # Hooks of DeepSpeed run for each parameter, however small it is.
+            # DeepSpeed runs hooks for each parameter, even for small ones.
             parts["launch"] += steps * self.profile.factor("launch") * self._stage_3_launches(layout)
         passes = layout.backward_passes(self.config.deepspeed.train_batch_size)
         ranks = [
@@ -185,7 +186,7 @@ class TimeModel:
         return self.compute(layout).parts() | {"exchange": self.exchange(layout)}
 
     def _shares(self, layout: ParallelLayout) -> list[tuple[Nodes, int]]:
-        """The devices that may be the last to end their passes, with the most micro-batches of one of them."""
+        """(type of devices, most micro-batches of a rank on it) for the types that may be the last to end."""
         rows = self.config.deepspeed.train_batch_size
         if not layout.shares:
             return [(self.nodes, layout.accumulation(rows))]
@@ -197,8 +198,10 @@ class TimeModel:
         return found
 
     def balanced(self, layout: ParallelLayout) -> ParallelLayout:
-        """A layout without a pipeline with shares of the batch in proportion to the speeds of its devices, by Whale's
-        algorithm; with equal ones where these are best."""
+        """A layout without a pipeline, with shares of the batch in proportion to the speeds of its devices.
+
+        The algorithm is Whale's. Shares stay equal where equal ones are best.
+        """
         rows, unit = self.config.deepspeed.train_batch_size, layout.ep_size * layout.micro_batches_at_once
         units, size = rows // (layout.micro_batch_size * unit), layout.ep_size * layout.tp_size
         groups = layout.world_size // size
@@ -220,8 +223,7 @@ class TimeModel:
     def _after(
         self, layout: ParallelLayout, passes: int, place: int, counts: ParameterCounts, streaming: Streaming
     ) -> dict[str, float]:
-        """Seconds by part of a rank with ``counts`` after the passes of a step, and those in which it waits for
-        streamed experts."""
+        """Seconds by part of a rank with ``counts`` after the passes of a step, with its waits for streamed experts."""
         update, host = self._update(layout, passes, counts)
         update += added_bytes(self.memory, layout, passes, place) / device_bandwidth(self.nodes, self.profile)
         if layout.stream_experts:
@@ -243,7 +245,7 @@ class TimeModel:
         return self._others[number]
 
     def _stage_3_launches(self, layout: ParallelLayout) -> float:
-        """Seconds a micro-batch, in which every parameter is fetched twice and its gradient reduced once."""
+        """Seconds a micro-batch of launches at stage 3: two fetches and one gradient reduction of every parameter."""
         tensors = sum(number for _, number in self.memory.counts(layout).sizes)
         return 3 * tensors * _STAGE_3_OPERATORS * self.profile.kernel_s / core_share(self.nodes)
 
@@ -267,8 +269,8 @@ class TimeModel:
         return [times["embeddings"], *between, times["norm"]]
 
     def lower_bound(self, layout: ParallelLayout) -> float:
-        """A lower bound of the seconds of a step: its matrix products at the device's peak FLOP/s; in a pipeline equal
-        shares of all passes."""
+        """A lower bound of the seconds of a step: its matrix products at the device's peak FLOP/s. In a pipeline it is
+        an equal share of all passes."""
         if layout.pp_size > 1:
             return self.pipeline.least(layout, layout.accumulation(self.config.deepspeed.train_batch_size))
         most = layout.accumulation(self.config.deepspeed.train_batch_size)
@@ -285,13 +287,13 @@ class TimeModel:
         return self.nodes.device.flops(self.dtype)
 
     def _fastest_factor(self) -> float:
-        """Keeps the bound below prices: fitted factors and measured tables may beat the peak of the description."""
+        """A factor to keep the bound below prices: fitted factors and measured rates may beat the described peak."""
         factor = min(1.0, self.profile.factor("matmul"), self.profile.factor("experts"))
         measured = max((point.flops for point in self.profile.matmul), default=0.0)
         return factor * min(1.0, max(self.nodes.device.matmul_flops.values()) / max(measured, 1.0))
 
     def _stage_message_s(self, layout: ParallelLayout) -> float:
-        """Seconds of the residual stream of a micro-batch from a rank of a pipeline to the next, or of its gradient."""
+        """Seconds of a micro-batch's residual stream, or its gradient, between two neighbouring ranks of a pipeline."""
         batch = self.memory.batch_of(layout)
         numel = batch.rows * batch.sequence_length * self.config.model.hidden_size
         seconds = send_s(numel * self.memory.precision.residual, self.cluster, self.nodes, self.profile)
@@ -301,7 +303,7 @@ class TimeModel:
         return collective_s(kind, num_bytes, group, self.nodes, self.profile) / core_share(self.nodes)
 
     def _reduction(self, layout: ParallelLayout, passes: int, place: int, counts: ParameterCounts) -> float:
-        """Seconds of a step in which gradients are summed and weights gathered."""
+        """Seconds of a step for the sums of gradients and the gathering of weights."""
         seconds = self.reduction(layout, passes, counts)
         if layout.stream_experts:
             replicas = expert_replicas(layout, self.nodes)
@@ -337,7 +339,7 @@ class TimeModel:
         if layout.offload_params:
             up += owned * 4 * passes
         update = self.host.update_s(owned, self.config.deepspeed.optimizer_type)
-        copies += products  # of partitions in host memory, too, the device computes them
+        copies += products  # the device also computes the products of partitions in host memory
         return copies, (down + up) / self.host.copy_bytes_per_s + update
 
     def _streamings(self, layout: ParallelLayout, passes: int) -> list[Streaming]:
@@ -357,7 +359,7 @@ class TimeModel:
         return found
 
     def hidden_s(self, layout: ParallelLayout) -> float:
-        """Seconds a step in which tokens are exchanged, and streamed experts copied and updated, beside computation."""
+        """Seconds a step of overlapped work: exchanges of tokens, and copies and updates of streamed experts."""
         steps = layout.accumulation(self.config.deepspeed.train_batch_size)
         hidden = self.exchange.routing(layout).hidden * steps / layout.pp_size
         if layout.stream_experts:

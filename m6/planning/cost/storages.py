@@ -1,4 +1,4 @@
-"""Counts the bytes of tensor storages, each storage once: what :mod:`m6.planning.cost.memory` predicts."""
+"""Counts the bytes of tensor storages, each storage once. :mod:`m6.planning.cost.memory` predicts these bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from offload import StorageMeter
 
 
 class SavedTensors:
-    """Counts the bytes of the storages that autograd saves inside ``with``; works on the meta device, too.
+    """Counts the bytes of the storages saved by autograd inside ``with``. It works on the meta device, too.
 
-    Parameters and buffers of ``module`` do not count. Of a checkpointed block only its inputs count, not what the
-    backward pass recomputes.
+    Parameters and buffers of ``module`` do not count. A checkpointed block counts with its inputs only, not with
+    recomputed tensors.
 
     Attributes:
         bytes: the sum so far.
@@ -31,7 +31,7 @@ class SavedTensors:
             self._seen.add(_key(tensor))
             self._kept.append(tensor)  # otherwise a later storage could reuse the address
             self.bytes += tensor.untyped_storage().nbytes()
-        return tensor.detach()  # a node that saves its own output would form a reference cycle
+        return tensor.detach()  # without it a node with its own output saved would form a reference cycle
 
     def __enter__(self) -> SavedTensors:
         self._hooks.__enter__()
@@ -43,12 +43,12 @@ class SavedTensors:
 
 
 def new_storages(*existing: Tensor) -> StorageMeter:
-    """A meter of the storages that operators make inside ``with``; those of ``existing`` do not count."""
+    """A meter of the storages made by operators inside ``with``, without the storages of ``existing``."""
     return StorageMeter((), {_key(tensor) for tensor in existing})
 
 
 def storage_bytes(*tensors: Tensor) -> int:
-    """The bytes of the storages of ``tensors``; a storage that several tensors share counts once."""
+    """The bytes of the storages of ``tensors``. A storage of several tensors counts once."""
     return sum({_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 

@@ -1,4 +1,4 @@
-"""What one rank computes and sends for one micro-batch, by distinct block."""
+"""The computation and communication of one rank for one micro-batch, by distinct block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe.payload import CODECS
 # Operators of one forward pass: of a block, and of the embeddings or the head.
 _DENSE_OPERATORS = 20
 _SPARSE_OPERATORS = 70
-_PART_OPERATORS = 50  # more, for each further part in which tokens are exchanged; counted: 22 to 90
+_PART_OPERATORS = 50  # additional ones for each further part of the exchange of tokens; counted: 22 to 90
 _OUTER_OPERATORS = 60
 
 
@@ -26,7 +26,7 @@ class Matmul:
 
     Attributes:
         grouped: whether one call computes all of them.
-        unwritten: elements of the operands and the result of each product that a fused kernel keeps on the chip.
+        unwritten: elements of each product's operands and result kept on the chip by a fused kernel.
     """
 
     m: int
@@ -44,20 +44,20 @@ class Matmul:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of the operands that all products read, and of the results that they write."""
+        """Bytes read as operands and written as results by all products."""
         elements = self.m * self.k + self.k * self.n + self.m * self.n - self.unwritten
         return elements * self.count * (4 if self.dtype in ("fp32", "tf32") else 2)
 
 
 @dataclass(frozen=True)
 class RoutedRows:
-    """The tokens of one micro-batch on their way to experts.
+    """The exchange of one micro-batch's tokens.
 
     Attributes:
         tokens: real tokens.
-        pairs: (token, expert) pairs that a capacity leaves over.
-        to_experts: bytes of a row on the way to the experts.
-        from_experts: bytes of a row on the way back.
+        pairs: (token, expert) pairs within the capacity.
+        to_experts: bytes of a row in the dispatch.
+        from_experts: bytes of a row in the combine.
     """
 
     tokens: int
@@ -72,13 +72,14 @@ class BlockWork:
 
     Attributes:
         matmuls: the products of the forward pass; their backward pass costs twice as much.
-        saved_bytes: kept for the backward pass; the time of elementwise operators is taken from them.
-        routed: what goes to the experts of other ranks; None if there are none.
+        saved_bytes: kept for the backward pass; the time of elementwise operators follows from them.
+        routed: the exchange with experts on other ranks; None if there are none.
         operators: number of operators, for the time of launches.
         recomputed: whether activation checkpointing computes the block a second time.
-        shared: those of ``matmuls`` that shared experts compute beside the exchange of tokens.
-        whole_bytes: those of ``saved_bytes`` that each rank of a tensor group has, for whole hidden states.
-        deferred: those of ``matmuls`` whose weights' gradients are deferred in turns, see ``moe.deferred_gradients``.
+        shared: the products of shared experts in ``matmuls``. They overlap with the exchange of tokens.
+        whole_bytes: the part of ``saved_bytes`` on each rank of a tensor group, for whole hidden states.
+        deferred: the products in ``matmuls`` with deferred gradients of weights when micro-batches take turns, see
+            ``moe.deferred_gradients``.
         is_sparse: whether its feed-forward is a layer of experts.
     """
 
@@ -103,8 +104,8 @@ def work_of(
 ) -> list[tuple[BlockWork, int]]:
     """The distinct blocks, and how often each is computed.
 
-    Under expert parallelism a rank is taken to receive as many rows as it sends. Tensor parallelism splits the inner
-    width of each pair of matrices, in 2-D and 3-D other sides of those of a feed-forward, too.
+    Under expert parallelism a rank is assumed to receive as many rows as it sends. Tensor parallelism splits the inner
+    width of each pair of matrices. 2-D and 3-D also split the other sides of the matrices of a feed-forward.
     """
     ep_size, tp_size = layout.ep_size, layout.tp_size
     whole_vocabulary = layout.placement != "megatron"
@@ -114,8 +115,8 @@ def work_of(
     heads = max(1, model.num_attention_heads // tp_size)
     length, head = batch.sequence_length, model.hidden_size // model.num_attention_heads
     # The fused kernel reads queries, keys and values, and writes the result. It computes every score: the mask is a
-    # boolean tensor, by which no kernel skips. Dropout of scores needs the kernel that writes them, as ``Activations``
-    # says. The mask and written scores are among the saved bytes.
+    # boolean tensor, and no kernel skips scores by it. Dropout of scores needs a kernel with written scores, see
+    # ``Activations``. The mask and written scores are among the saved bytes.
     unwritten = 0 if model.attention_dropout else length**2
     attention = (
         Matmul(tokens, 3 * width // tp_size, width, dtype),

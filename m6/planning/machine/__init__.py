@@ -1,1 +1,1 @@
-"""What a cluster is made of, and how fast its parts are."""
+"""The devices and links of a cluster, and their speeds."""

@@ -1,6 +1,6 @@
 """Measures this machine: one device, and under a launcher the links between ranks.
 
-Measured steps also score predictions, and factors are fitted to them.
+Also scores predictions against measured steps, and fits factors to measured steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from m6.files import atomic_path, sha256
 from m6.planning.machine.profile import STEP_PARTS, CollectiveKind, CollectivePoint, MatmulPoint, Profile, StepPart
 
-# Sizes of products by type of device: those of a GPU have to fill it. GROUPED are experts and rows of each expert.
+# Sizes of products by type of device: products have to fill a GPU. _GROUPED is (experts, rows of each expert).
 _SQUARES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 8192)}
 _ROWS = {"cpu": (64, 512, 4096), "cuda": (512, 4096, 32768)}
 _WIDTHS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192)}
@@ -37,12 +37,12 @@ _GROUPED_WIDTHS = {
     "cpu": ((512, 128), (128, 512), (2048, 512)),
     "cuda": ((2048, 512), (512, 2048), (4096, 1024), (1024, 4096), (8192, 2048), (2048, 8192)),
 }
-_COLLECTIVE_PARTS = ("exchange", "reduction")  # parts of a step that collectives take
+_COLLECTIVE_PARTS = ("exchange", "reduction")  # parts of a step with collectives
 _COLLECTIVE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
 _MAX_FLOPS = {"cpu": 2e10, "cuda": 1e14}  # larger products would take seconds
 _UPDATED = {"cpu": 1 << 22, "cuda": 1 << 26}  # parameters
 _REPEATS = 5
-_LEAST_S = 2e-3  # of a measurement on a GPU, whose kernels wait in a queue: with fewer, the host's calls are measured
+_LEAST_S = 2e-3  # of a measurement on a GPU; shorter ones would measure the host's launches, not the queued kernels
 _WRITTEN_TENSORS = 16  # of 16 MiB
 OptimizerMaker = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -56,14 +56,14 @@ def calibrate(
 ) -> Profile:
     """Measures ``device`` and, with several ranks, collectives over all of them.
 
-    The memory of the process is part of the profile: the caller imports everything that a run imports before.
+    The memory of the process is part of the profile, so the caller first imports all modules of a run.
 
     Args:
         device: the device of this rank.
-        optimizers: makers of the optimizers that are measured, by their type in a run's JSON.
-        previous: a profile; its collectives of other group sizes, its activation factor and its checkpoint speed are
-            kept. So is, where several ranks measure, what one process measured. Factors were fitted to its rates: those
-            of parts that are measured anew are dropped.
+        optimizers: makers of the measured optimizers, by their type in a run's JSON.
+        previous: a profile. Its collectives of other group sizes, its activation factor and its checkpoint speed are
+            kept. If several ranks measure, the measurements of a single process are kept, too. Its factors were fitted
+            to its rates, so the factors of newly measured parts are dropped.
         disk: a folder in which all ranks write a file at the same time, to measure the writing of checkpoints.
         nodes: the name of each rank's node; none: all ranks are on one.
     """
@@ -71,7 +71,7 @@ def calibrate(
     collectives = _collectives(device, "device" if len(set(nodes)) <= 1 else "network")
     kept = [] if previous is None else [p for p in previous.collectives if not _is_replaced(p, collectives)]
     world = dist.get_world_size() if dist.is_initialized() else 1
-    # Ranks that share a CPU disturb each other: products that one process measured are kept.
+    # Ranks on one CPU disturb each other, so the products measured by a single process are kept.
     if previous is not None and previous.calibrated and world > 1:
         factors = {part: factor for part, factor in previous.factors.items() if part not in _COLLECTIVE_PARTS}
         return previous.model_copy(
@@ -162,10 +162,10 @@ def _collectives(device: torch.device, tier: Literal["device", "network"]) -> li
 def _write_bytes_per_s(disk: Path) -> float:
     """Bytes a second of one rank while all ranks write, in wall-clock time until the slowest has synced its file.
 
-    As for a checkpoint, that includes reading the file once more for its checksum.
+    As for a checkpoint, the time includes reading the file again for its checksum.
     """
     rank, several = (dist.get_rank(), True) if dist.is_initialized() else (0, False)
-    # Several tensors, as in a checkpoint; the file is synced, so that the page cache does not hide the disk.
+    # Several tensors, as in a checkpoint. The file is synced: otherwise the page cache would hide the disk.
     file = disk / f"m6_calibration_{rank}"
     tensors = {str(index): torch.ones(1 << 22) for index in range(_WRITTEN_TENSORS)}
     disk.mkdir(parents=True, exist_ok=True)
@@ -185,7 +185,7 @@ def _write_bytes_per_s(disk: Path) -> float:
 
 
 def _memory_bandwidth(device: torch.device) -> float:
-    """Bytes a second of an operator that reads one tensor and writes a new one; both count."""
+    """Bytes a second of an operator with one tensor to read and a new one to write; both count."""
     source = torch.randn(1 << (23 if device.type == "cpu" else 27), device=device)
     return 2.0 * source.nbytes / _seconds(lambda: source + 1.0, device)
 
@@ -228,12 +228,12 @@ def _host_copy_bytes_per_s(device: torch.device) -> float | None:
 
 
 def _seconds(operation: Callable[[], object], device: torch.device, calls: int | None = None) -> float:
-    """Median seconds of a call, after a first call that does not count.
+    """Median seconds of a call, after one warm-up call.
 
-    ``calls`` are measured together; None: one on a CPU, and on a GPU as many as fill ``_LEAST_S``.
+    ``calls`` calls are measured together; None: one on a CPU, and on a GPU as many as fill ``_LEAST_S``.
 
-    On a CPU with one thread these are seconds of processor time, which other programs do not disturb. For a collective
-    they leave out the time that ranks wait for each other.
+    On a CPU with one thread these are seconds of processor time, since other programs do not disturb it. For a
+    collective they leave out the waits of ranks for each other.
     """
     one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if one_thread else time.perf_counter
@@ -270,7 +270,7 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
-# Weight of the pull of every factor to 1 (ridge regression); it decides where runs cannot tell two factors apart.
+# Weight of the pull of every factor to 1 (ridge regression). It decides if the runs do not separate two factors.
 _PRIOR_WEIGHT = 0.003
 _BOUNDS = (0.05, 20.0)
 _ROUNDS = 2000
@@ -286,17 +286,17 @@ def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """How much slower the choice with the least prediction is than the best choice, as a share of the latter."""
+    """The loss from choosing by prediction: measured seconds of the choice over the fastest measured ones, minus 1."""
     return measured[int(np.argmin(predicted))] / min(measured) - 1
 
 
 def fit_factors(parts: Sequence[dict[str, float]], measured: Sequence[float]) -> dict[StepPart, float]:
-    """The factor of each part of a step that fits the measured steps best.
+    """The factor of each part of a step with the best fit to the measured steps.
 
     Least squares of relative errors with a pull of each factor to 1, by coordinate descent within bounds.
 
     Args:
-        parts: predicted seconds of each run by part, without factors; a part that has no factor is left as it is.
+        parts: predicted seconds of each run by part, without factors. Parts without a factor count as they are.
         measured: seconds of a step of each run.
     """
     target = np.asarray(measured)
@@ -318,9 +318,9 @@ def fit_factors(parts: Sequence[dict[str, float]], measured: Sequence[float]) ->
 def fit_memory(
     states: Sequence[float], activations: Sequence[float], measured: Sequence[float], constant: float
 ) -> tuple[float, float]:
-    """(bytes of the process without tensors, bytes held for each byte of activations) that fit the measurements best.
+    """(bytes of the process without tensors, bytes held for each byte of activations) with the best fit.
 
-    Least squares of relative errors with a pull to ``constant`` and to 1, so that few runs change little.
+    Least squares of relative errors with a pull to ``constant`` and to 1, so a few runs change little.
 
     Args:
         states: predicted bytes of each run without activations and process.

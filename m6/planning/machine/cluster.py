@@ -1,7 +1,7 @@
-"""Clusters: descriptions in ``configs/clusters/*.json``, the one of this process, and seconds of their collectives.
+"""Clusters: descriptions in ``configs/clusters/*.json``, the cluster of this process, and seconds of collectives.
 
-Rates are peaks from data sheets or published measurements; ``source`` names them. The share of a peak that programs
-reach is in :mod:`m6.planning.machine.profile`. A collective has two tiers: links inside a node, and the network.
+Rates are peaks from data sheets or published measurements; ``source`` names them. The attained share of a peak is in
+:mod:`m6.planning.machine.profile`. A collective has two tiers: links inside a node, and the network.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NonEmptyText = Annotated[str, Field(min_length=1)]
 
 
 class Device(Section):
-    """An accelerator, or the part of a CPU that one rank uses."""
+    """An accelerator, or one rank's part of a CPU."""
 
     name: NonEmptyText = Field(description="the name that the driver reports, or a part of it")
     memory_bytes: PositiveInt = Field(description="memory of the device")
@@ -76,7 +76,7 @@ class Links(Section):
 
 
 class Host(Section):
-    """The CPUs and the host memory that the devices of a node share."""
+    """The CPUs and the host memory of a node, shared by its devices."""
 
     cpus: PositiveInt = Field(description="cores of the node")
     memory_bytes: PositiveInt = Field(description="host memory of the node")
@@ -104,14 +104,14 @@ class Nodes(Section):
         return self.count * self.devices_per_node
 
     def fewer_devices(self) -> list[int]:
-        """Numbers of devices below all of them, most first: of whole nodes, then of one node."""
+        """Smaller numbers of devices, descending: of whole nodes, then within one node."""
         nodes = [n for n in range(1, self.count) if self.count % n == 0 or n.bit_count() == 1]
         within = [n for n in range(1, self.devices_per_node) if n.bit_count() == 1]
         return [*within, *(n * self.devices_per_node for n in nodes)][::-1]
 
     @property
     def devices_per_domain(self) -> int:
-        """Devices that the device link joins."""
+        """Number of devices joined by the device link."""
         return self.devices_per_node * min(self.nodes_per_domain, self.count)
 
 
@@ -191,8 +191,11 @@ class Cluster(Section):
         return Cluster(name=self.name, nodes=kinds)
 
     def parts(self) -> list[Cluster]:
-        """Parts that may train a run sooner than all devices do: each choice of types of nodes, and of one type also
-        fewer nodes (1, 2, 4, ... and the divisors of their number) and a part of one node (1, 2, 4, ... devices)."""
+        """Parts of the cluster. A part may train a run sooner than all devices.
+
+        The parts are each choice of types of nodes. For a single type they are also fewer nodes (1, 2, 4, ... and the
+        divisors of their number) and a part of one node (1, 2, 4, ... devices).
+        """
         found: list[Cluster] = []
         for number in range(1, len(self.nodes) + 1):
             for types in itertools.combinations(self.nodes, number):
@@ -206,7 +209,7 @@ class Cluster(Section):
         return found
 
     def scaled(self, num_devices: int) -> Cluster:
-        """The first ``num_devices`` of the cluster, or as many in more nodes like its own.
+        """The first ``num_devices`` of the cluster; if it has fewer, a larger cluster of the same nodes.
 
         Raises:
             UserError: ``num_devices`` is not a whole number of nodes, or exceeds a cluster of several types of nodes.
@@ -216,7 +219,8 @@ class Cluster(Section):
         return self.resized(num_devices).model_copy(update={"name": f"{self.name}, scaled up"})
 
     def resized(self, num_devices: int) -> Cluster:
-        """A cluster of ``num_devices`` in nodes like the first ones; ``num_devices`` may exceed what the cluster has.
+        """A cluster of ``num_devices`` in nodes of the first type. ``num_devices`` may exceed the cluster's own.
+
         Raises:
             UserError: ``num_devices`` is not a whole number of nodes.
         """
@@ -234,7 +238,7 @@ def load_cluster(path: Path) -> Cluster:
     """Reads a cluster's JSON, a file or the name of a shipped one.
 
     Raises:
-        UserError: a missing file, broken JSON, or a key or value that is wrong; the message names it.
+        UserError: a missing file, broken JSON, or a wrong key or value; the message names it.
     """
     return read_model(Cluster, shipped_file(path, "cluster"))
 
@@ -242,8 +246,8 @@ def load_cluster(path: Path) -> Cluster:
 def detect_cluster(world_size: int) -> Cluster:
     """A cluster of nodes like this one, for ``world_size`` ranks.
 
-    Memory and cores are measured. Rates come from the shipped description of the device. The launcher says in the
-    environment how many ranks share a node.
+    Memory and cores are measured. Rates come from the shipped description of the device. The number of ranks on a node
+    comes from the launcher's environment variables.
 
     Raises:
         UserError: no shipped description has this device, or it has no network and the ranks span several nodes.
@@ -270,8 +274,8 @@ def detect_cluster(world_size: int) -> Cluster:
 
 
 def _described(name: str) -> Nodes:
-    """The nodes of the shipped cluster whose device's name is part of ``name``: of several, such as B200 and GB200, the
-    longest."""
+    """The nodes of a shipped cluster, found by its device's name in ``name``. The longest match counts: "GB200" also
+    contains "B200"."""
     known = {nodes.device.name: nodes for path in sorted(CLUSTERS.glob("*.json")) for nodes in load_cluster(path).nodes}
     matching = [device for device in known if device in name]
     if not matching:
@@ -281,12 +285,14 @@ def _described(name: str) -> Nodes:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks of one collective. All devices of a node are taken to run the same collective at the same time, each
-    in a group of its own, so that they share the node's network.
+    """The ranks of one collective.
+
+    Assumption: all devices of a node run the same collective at the same time, each in a group of its own. So they
+    share the node's network.
 
     Attributes:
         size: ranks of the group.
-        per_node: ranks of the group that the device link joins: on one node, or on the nodes of one domain.
+        per_node: ranks of the group joined by the device link: on one node, or on the nodes of one domain.
     """
 
     size: int
@@ -294,7 +300,7 @@ class RankGroup:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that the group spans."""
+        """Number of nodes (or domains) of the group."""
         return self.size // self.per_node
 
 
@@ -304,7 +310,7 @@ def contiguous_group(size: int, nodes: Nodes) -> RankGroup:
 
 
 def strided_group(size: int, stride: int, nodes: Nodes) -> RankGroup:
-    """A group of ranks r, r + stride, ...; with a stride of ``ep_size`` the ranks that hold the same experts."""
+    """A group of ranks r, r + stride, ...; with a stride of ``ep_size`` the ranks with the same experts."""
     per_node = nodes.devices_per_domain // stride if nodes.devices_per_domain % stride == 0 else 1
     return RankGroup(size, math.gcd(size, max(1, per_node)))
 
@@ -323,7 +329,7 @@ def collective_s(
     """
     if group.size == 1 or num_bytes == 0:
         return 0.0
-    # Measurements come first: they know the algorithm that the library chose.
+    # Measurements come first: they include the library's choice of algorithm.
     tier = "network" if group.num_nodes > 1 else "device"
     measured = profile.collective_line(kind, tier, group.size)
     if measured is not None:
@@ -347,7 +353,7 @@ def send_s(num_bytes: float, cluster: Cluster, nodes: Nodes, profile: Profile) -
 
 
 def rate(link: Link | None, sharers: int, profile: Profile) -> float:
-    """Bytes a second that a rank attains on a link that ``sharers`` ranks share."""
+    """Attained bytes a second of one of ``sharers`` ranks on a shared link."""
     return math.inf if link is None else link.bandwidth_bytes_per_s / sharers * profile.link_efficiency
 
 

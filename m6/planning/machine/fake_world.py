@@ -1,7 +1,7 @@
 """Runs the code of one rank of a large job without the job's memory and without other ranks.
 
 Floating-point tensors are fake: they have a shape and no memory. Integers are real, so the router really counts and
-sorts; its choices are spread evenly over the experts. Collectives are counted and send nothing.
+sorts. Its choices are spread evenly over the experts. Collectives are counted and send nothing.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _CHOICES = (_aten.topk.default, _aten.max.dim, _aten.argmax.default)
 
 
 class FakeWorld(TorchDispatchMode):
-    """A dispatch mode that keeps integers real and counts memory and collectives; used inside a ``FakeTensorMode``.
+    """A dispatch mode with real integers and counts of memory and collectives; used inside a ``FakeTensorMode``.
 
     Attributes:
-        live: bytes of the existing fake storages, by the module that made them; "" stands for code outside of modules.
+        live: bytes of the existing fake storages, by the module of their creation; "" is code outside of modules.
         total: the sum of ``live``.
         peak: the largest ``total`` since :meth:`restart_peak`.
         at_peak: ``live`` at that time.
         collectives: (operator, ranks of the group) -> [calls, input bytes of this rank; of a receive its output].
-        modules: the names of the modules whose forward pass runs, outermost first.
+        modules: the names of the modules in their forward pass, outermost first.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class FakeWorld(TorchDispatchMode):
         self.peak, self.at_peak = self.total, dict(self.live)
 
     def watch(self, model: nn.Module) -> None:
-        """From now on assigns what forward passes of ``model`` make to its modules; layers are counted together."""
+        """From now on assigns storages made in forward passes of ``model`` to its modules. Layers count together."""
         for name, module in model.named_modules():
             folded = ".".join("*" if part.isdigit() else part for part in name.split("."))
             module.register_forward_pre_hook(lambda *_, name=folded: self.modules.append(name))
@@ -147,7 +147,7 @@ class FakeWorld(TorchDispatchMode):
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """Inside ``with`` this process is ``rank`` of ``world_size``, and the other ranks do not exist."""
+    """Inside ``with`` this process is ``rank`` of ``world_size``. The other ranks do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from m6.config.deepspeed import prepare_deepspeed
@@ -168,7 +168,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         deepspeed.comm.comm.cdb = None
-        vars(groups).update(groups_before)  # DeepSpeed caches groups, and those of the fake job are destroyed
+        vars(groups).update(groups_before)  # DeepSpeed caches groups, but the groups of the fake job are destroyed
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name)
@@ -178,7 +178,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeWorld]:
-    """Inside ``with`` large floating-point tensors are made without memory; yields the mode that counts them."""
+    """Inside ``with`` large floating-point tensors are made without memory. Yields the counting mode."""
     from deepspeed.accelerator import get_accelerator
 
     world = FakeWorld()
@@ -186,9 +186,9 @@ def fake_tensors() -> Iterator[FakeWorld]:
         FakeTensorMode(allow_non_fake_inputs=True),
         world,
         mock.patch.object(nn.Module, "_apply", _apply),
-        # The loss in one piece, as a GPU computes it; pieces for a cache are thousands for a large micro-batch.
+        # The loss in one piece, as on a GPU. On a CPU a large micro-batch would have thousands of cache-sized pieces.
         mock.patch.object(losses, "ROWS_IN_CACHE", sys.maxsize),
-        # No number is computed here, so this machine need not be able to.
+        # No number is computed here, so this machine need not support these types.
         mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True),
         mock.patch.object(get_accelerator(), "is_bf16_supported", return_value=True),
     ):
@@ -199,7 +199,8 @@ _real_apply = nn.Module._apply
 
 
 def _apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``nn.Module._apply`` for fake parameters; PyTorch's swaps tensors, which weak references to fake ones forbid."""
+    """``nn.Module._apply`` for fake parameters. PyTorch's own swaps tensors, but fake tensors have weak references,
+    and these forbid a swap."""
     if not any(isinstance(parameter, FakeTensor) for parameter in self.parameters()):
         return _real_apply(self, function, recurse)
     for child in self.children() if recurse else ():
@@ -212,7 +213,7 @@ def _apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool 
 
 
 def _makes_large_floats(function: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> bool:
-    """Whether an operator on real tensors, or without tensors, makes a tensor that has to be fake."""
+    """Whether an operator on real tensors, or without tensors, has to make a fake tensor."""
     dtype = kwargs.get("dtype")
     if function is _aten.full.default and dtype is None and isinstance(args[1], int):
         return False
@@ -226,8 +227,11 @@ def _makes_large_floats(function: Any, tensors: list[Tensor], args: Any, kwargs:
 
 
 def _with_even_choices(output: Any, scores: Tensor) -> Any:
-    """``output`` of topk or max with real indices: with k choices, row t chooses tk + z, tk + z + 1, ... modulo the
-    number of scores in prototype z. So all experts get equally many rows, and a row other ones in each prototype."""
+    """``output`` of topk or max with real indices, the same number of rows for all experts.
+
+    With k choices, row t chooses tk + z, tk + z + 1, ... modulo the number of scores in prototype z. So a row has other
+    experts in each prototype.
+    """
     values, indices = output if isinstance(output, (tuple, list)) else (None, output)
     rows, *between, num_choices = indices.shape if indices.dim() == scores.dim() else (*indices.shape, 1)
     with _disable_current_modes():
@@ -238,7 +242,7 @@ def _with_even_choices(output: Any, scores: Tensor) -> Any:
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any, **kwargs: Any) -> Tensor:
-    """The shape of a grouped product, in any data type; the fake kernel of PyTorch 2.13 takes bfloat16 only."""
+    """The shape of a grouped product, in any data type. The fake kernel of PyTorch 2.13 takes bfloat16 only."""
     if a.dim() == 2 and b.dim() == 2:
         assert offs is not None
         return a.new_empty(len(offs), a.shape[0], b.shape[1])

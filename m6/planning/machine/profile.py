@@ -1,6 +1,6 @@
-"""How fast a machine really is: measured tables, and factors that are fitted to measured runs.
+"""The attained speed of a machine: measured tables, and factors fitted to measured runs.
 
-Without measurements the profile holds assumed efficiencies, and every plan says that it is uncalibrated.
+Without measurements the profile holds assumed efficiencies, and every plan is marked as uncalibrated.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from m6.files import write_json
 from m6.validation import Section, read_model
 
 StepPart = Literal["matmul", "experts", "elementwise", "launch", "exchange", "reduction", "update", "host"]
-"""The parts of a step that have a fitted factor."""
+"""The parts of a step with a fitted factor."""
 STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
 CollectiveKind = Literal["all_reduce", "all_gather", "all_to_all"]
 _SMALL_BYTES = 1 << 16
 _EFFICIENCIES = ("matmul_efficiency", "bandwidth_efficiency", "link_efficiency")
-# The largest errors of predicted steps that were seen on a GPU, one H100: by how much longer they took than predicted
-# with a data sheet's rates, and with a calibration (scripts/benchmarks/results/gpu_training.md).
+# The largest errors of predicted steps seen on one H100: the excess of measured over predicted seconds, as a share of
+# the prediction, with the rates of the data sheet and with a calibration
+# (scripts/benchmarks/results/gpu_training.md).
 _SEEN_ERRORS: dict[str, tuple[float, float]] = {
     "whole steps": (0.30, 0.24),  # 1.4 B: 0.245 s for 0.189 and 0.198
     "recomputed steps": (0.84, 0.68),  # 1.4 B: 0.413 s for 0.225 and 0.246; first steps took 0.81 longer
@@ -57,8 +58,8 @@ class CollectivePoint(Section):
 class Profile(Section):
     """A calibration.
 
-    The defaults are round figures somewhat below those that fit the layouts which BigScience published (models of 4 to
-    200 B parameters on A100s, scripts/benchmarks/results/planner_published.md), so that steps come out rather too long.
+    The defaults are round figures, somewhat below the best fit to the layouts published by BigScience (models of 4 to
+    200 B parameters on A100s, scripts/benchmarks/results/planner_published.md). So predicted steps are rather too long.
     """
 
     source: str = Field("assumed efficiencies, nothing measured", description="machine, date and versions")
@@ -91,10 +92,10 @@ class Profile(Section):
     )
 
     def bounds(self) -> tuple[Profile, Profile]:
-        """The profiles of the fastest and of the slowest steps that are to be expected.
+        """The profiles of the fastest and of the slowest expected steps.
 
         Calibrated: a fifth faster and slower, about the largest error of the fitted planner on the published layouts.
-        Otherwise assumed efficiencies, between which the times of all those layouts lie.
+        Otherwise: assumed efficiencies on both sides of the measured times of all these layouts.
         """
         if self.calibrated:
             changes: list[dict[str, Any]] = [
@@ -106,12 +107,13 @@ class Profile(Section):
         return faster, slower
 
     def seen_error(self, recomputes: bool, on_host: bool) -> tuple[str, float]:
-        """The kind of a step on a GPU, and the largest share by which such a step took longer than predicted; 0 where
-        factors were fitted to runs, see ``bounds``.
+        """The kind of a step on a GPU, and the largest error seen for this kind, as a share of the prediction.
+
+        The error is 0 where factors were fitted to runs, see ``bounds``.
 
         Args:
             recomputes: activations.
-            on_host: whether DeepSpeed or ``m6.offload`` keeps something in host memory.
+            on_host: whether DeepSpeed or ``m6.offload`` keeps states in host memory.
         """
         kind = list(_SEEN_ERRORS)[2 if on_host else int(recomputes)]
         return kind, 0.0 if self.factors else _SEEN_ERRORS[kind][int(self.calibrated)]
@@ -122,7 +124,7 @@ class Profile(Section):
         The result is the weighted geometric mean of the points of the same ``dtype``. The weights are 1 / distance^2
         in the logarithms of the sizes, so a measured size gets its own measurement.
         """
-        # Grouped products run in kernels of their own, so single ones say nothing about them.
+        # Grouped products run in other kernels, so rates of single products do not apply to them.
         points = [p for p in self.matmul if p.dtype == dtype and (p.count > 1) == (count > 1)]
         if not points:
             return None
@@ -154,7 +156,7 @@ class Profile(Section):
 
 
 def load_profile(path: Path) -> Profile:
-    """Reads a profile that ``m6 plan calibrate`` wrote.
+    """Reads a profile written by ``m6 plan calibrate``.
 
     Raises:
         UserError: the file is missing, or a key or value is wrong; the message names it.
@@ -165,7 +167,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Writes a profile that :func:`load_profile` reads."""
+    """Writes a profile for :func:`load_profile`."""
     write_json(path, profile.model_dump(mode="json"))
 
 

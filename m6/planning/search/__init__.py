@@ -1,1 +1,1 @@
-"""Which layouts the code can run, which of them is the fastest, and the files that ask for it."""
+"""The feasible layouts of a run, the search for the fastest one, and the job files for it."""

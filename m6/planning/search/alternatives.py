@@ -1,7 +1,7 @@
-"""Prices of what a plan does not have, so that a reader of its report sees what they would gain.
+"""Prices of alternatives to a plan, for its report.
 
-They are a pipeline, or none; gradients of one step late, on the host and in pipelines; token slices; divided matrices;
-gradients with fewer bytes; unequal shares of a batch.
+The alternatives are a pipeline, or none; gradients one step late, on the host and in pipelines; token slices; tensor
+parallelism; compressed gradients; unequal shares of a batch.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ _CHOICES = (
     CommunicationSettings(gradients="powersgd", rank=4),
 )
 _WORTH = 0.05
-
-
-"""Share of a step that a reducer has to save: it costs steps, which is not priced."""
+"""The least share of a step to name an alternative: saved by a reducer, or spent waiting for the host. Reducers and
+late gradients need more steps, and these are not priced."""
 
 
 def compression_line(planner: Planner, best: PricedLayout) -> str:
-    """Markdown: the share of gradients in a step, and what the reducers would make of it; empty on one device, and
-    where they may not reduce."""
+    """Markdown: the share of gradients in a step, and the gain from compressing them.
+
+    Empty on one device, and for layouts without support for compression.
+    """
     layout, total = best.layout, best.time.total
     if (
         layout.dp_size == 1
@@ -73,15 +74,12 @@ def compression_line(planner: Planner, best: PricedLayout) -> str:
     )
 
 
-"""Share of a step for which computation has to wait for the host: the delay costs steps, which are not priced."""
-
-
 _COST = "the steps that this costs are not priced."
 
 
 def delay_line(planner: Planner, best: PricedLayout) -> str:
-    """Markdown: the step with ``m6.gradient_delay``, or what it changes if the run has it; empty if that is too
-    little."""
+    """Markdown: the step with ``m6.gradient_delay``, or its effect if the run has it. Empty if the gain is too
+    small."""
     waiting, total = best.time.host, best.time.total
     if planner.config.m6.gradient_delay is not None:
         return _without_flush(planner, best) if is_flushless(planner.config, best.layout) else ""
@@ -100,7 +98,7 @@ def delay_line(planner: Planner, best: PricedLayout) -> str:
 
 
 def _without_flush(planner: Planner, best: PricedLayout) -> str:
-    """The pipeline of a run with the delay against the same one with a flush after each step."""
+    """Compares the flushless pipeline of a run with the same pipeline with a flush after each step."""
     flushed = _changed(planner, None)
     more = best.footprint.peak - flushed.memory(best.layout).peak
     return (
@@ -112,9 +110,9 @@ def _without_flush(planner: Planner, best: PricedLayout) -> str:
 
 
 def flushless_line(planner: Planner, best: PricedLayout, pipeline: PricedLayout) -> str:
-    """Markdown: the fastest pipeline without a flush between steps, or why there is none.
+    """Markdown: the fastest pipeline without a flush between steps, or the reason why there is none.
 
-    Not all layouts are searched again, but those that offload as ``pipeline`` does.
+    The search is limited to layouts with the offloading and the tensor groups of ``pipeline``.
 
     Args:
         best: the plan.
@@ -125,7 +123,7 @@ def flushless_line(planner: Planner, best: PricedLayout, pipeline: PricedLayout)
     names = ("schedule", "tp_size", "placement", "offload_optimizer", "offload_params", "stream_experts")
     kept = {name: value for name, value in planner.forced.items() if name != "cut"}
     forced = kept | {name: getattr(layout, name) for name in names}
-    # The validation wants the acceptance of an optimizer that learns worse, and of no other.
+    # The validation requires accept_loss for optimizers hurt by late gradients, and refuses it for all others.
     ways = [_changed(planner, GradientDelaySettings(accept_loss=accepts), forced) for accepts in (True, False)]
     refusals = [late.feasibility.explain(layout) for late in ways]
     late = next((late for late, refusal in zip(ways, refusals, strict=True) if refusal is None), None)
@@ -157,13 +155,12 @@ def _changed(
 
 
 _RANKS = 64
-
-
 """The fewest ranks that are a square and a cube."""
 
 
 def tensor_line(planner: Planner, best: PricedLayout) -> str:
-    """A Markdown item: the fastest layout of each placement against the plan; for experts what a rank would receive."""
+    """A Markdown item: the fastest layout of each placement against the plan. With experts: the elements received by
+    a rank."""
     if planner.config.m6.moe is not None:
         return _experts_line(planner, best.layout)
     prices = [_price(planner, best, placement) for placement in (None, *PLACEMENTS)]
@@ -186,7 +183,7 @@ def _price(planner: Planner, best: PricedLayout, placement: PlacementName | None
 
 
 def _received(planner: Planner, layout: ParallelLayout) -> float:
-    """Elements that a rank receives in a step for the matrices of all layers, without those of recomputation."""
+    """Elements received by a rank in a step for the matrices of all layers, without recomputation."""
     model, batch = planner.config.model, planner.memory.batch_of(layout)
     tokens, steps = batch.rows * batch.sequence_length, layout.accumulation(planner.config.deepspeed.train_batch_size)
     assert layout.placement != "megatron"
@@ -204,7 +201,7 @@ def _fastest(planner: Planner, placement: PlacementName | None) -> PricedLayout 
         other = planner.changed(forced={**forced, "placement": placement})
     try:
         found = other.search(sys.maxsize).plans
-    except UserError:  # no tensor group of this placement, or no layout that the code can run
+    except UserError:  # no tensor group of this placement, or no feasible layout
         return None
     divided = [plan for plan in found if (plan.layout.tp_size > 1) == (placement is not None)]
     return SearchResult(divided).best if divided else None
@@ -241,7 +238,7 @@ def alternatives(planner: Planner, result: SearchResult) -> list[str]:
         other = result.fastest(pipeline=best.layout.pp_size == 1)
         lines.append("- Pipelines: none runs and fits." if other is None else _comparison(best, other))
         pipeline = result.fastest(pipeline=True)
-        if pipeline is not None and planner.config.m6.gradient_delay is None:  # which allows no slices
+        if pipeline is not None and planner.config.m6.gradient_delay is None:  # the delay allows no slices
             lines += [flushless_line(planner, best, pipeline), _slice_line(planner, pipeline)]
         lines.append(tensor_line(planner, best))
     if planner.cluster.is_mixed:
@@ -261,7 +258,7 @@ def _comparison(best: PricedLayout, other: PricedLayout) -> str:
 
 
 def _slices_refusal(planner: Planner) -> str:
-    """What of the run does not go with slices; empty if everything does."""
+    """The settings of the run that exclude slices; empty if there are none."""
     config, pipeline = planner.config, PipelineSettings(num_ranks=2, schedule=SLICED, slices="auto")
     sliced = config.m6.model_copy(update={"parallel": ParallelSettings(pipeline=pipeline)})
     found = [each.reason for each in refusals(Run(sliced, config.deepspeed, config.model)) if SLICES in each.pair]
@@ -273,7 +270,7 @@ def _slices_refusal(planner: Planner) -> str:
 
 
 def _slice_line(planner: Planner, found: PricedLayout) -> str:
-    """Slices of rows, in the schedule that runs them, against the fastest pipeline."""
+    """Compares slices of rows, in their schedule, with the fastest pipeline."""
     plain = planner.evaluate(replace(found.layout, schedule=SLICED, cut=()))
     micro_batches = found.layout.accumulation(planner.config.deepspeed.train_batch_size)
     text = f"- Token slices (TeraPipe, Seq1F1B) with {micro_batches} micro-batches in a step"
@@ -291,7 +288,7 @@ def _slice_line(planner: Planner, found: PricedLayout) -> str:
     cuts, seconds = slice_tokens(
         length,
         range(grain, length, grain),
-        1 + plain.time.bubble / whole,  # stages that are as slow as the slowest
+        1 + plain.time.bubble / whole,  # stages, in units of the slowest one
         micro_batches,
         lambda size, before: launch + unit * work(size, before),
     )
@@ -308,7 +305,7 @@ def _slice_line(planner: Planner, found: PricedLayout) -> str:
 
 
 def _share_line(planner: Planner, best: PricedLayout) -> str:
-    """Whale's shares of the global batch, against equal ones."""
+    """Compares Whale's shares of the global batch with equal ones."""
     text = "- Unequal shares (m6.parallel.shares)"
     plain = replace(best.layout, pp_size=1, cut=(), shares=())
     balanced = planner.time.balanced(plain)

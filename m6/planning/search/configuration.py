@@ -1,4 +1,4 @@
-"""Layouts as a run's JSON asks for them, and as a user forces them."""
+"""Converts layouts to and from a run's JSON, and parses forced values of layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES: dict[str, Sequence[str]] = {"schedule": SCHEDULES, "placement": PLACEMEN
 
 
 def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
-    """The layout that a run's JSON asks for.
+    """The layout in a run's JSON.
 
     Raises:
         UserError: the run does not fit ``world_size``.
@@ -31,7 +31,7 @@ def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
 
 
 def choices_of(config: RunConfig) -> dict[str, Any]:
-    """What a run's JSON says of its layout, by the names of ``ParallelLayout``: all but the number of ranks."""
+    """The layout values in a run's JSON, by the names of ``ParallelLayout``: all but the number of ranks."""
     zero = config.deepspeed.keys.get("zero_optimization", {})
     moe = None if config.m6.moe is None else config.model.moe_config()
     pipeline = config.pipeline
@@ -109,7 +109,7 @@ def configured(config: RunConfig, layout: ParallelLayout) -> RunConfig:
 
 
 def parse_forced(texts: tuple[str, ...]) -> dict[str, Any]:
-    """The values of ``NAME=VALUE`` texts that a user forces layouts to have, by the names of ``ParallelLayout``.
+    """Parses a user's ``NAME=VALUE`` texts to forced values of layouts, by the names of ``ParallelLayout``.
 
     Raises:
         UserError: an unknown name, or a value of another type.
@@ -129,7 +129,8 @@ def parse_forced(texts: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _parsed(value: str, like: Any, names: Sequence[str]) -> Any:
-    """The value of a text, of the type of ``like``, a string one of ``names``; ValueError says what was expected."""
+    """The value of a text, with the type of ``like``. A string has to be one of ``names``. ValueError names the
+    expected values."""
     try:
         if isinstance(like, str):
             return names[names.index(value)]
@@ -151,7 +152,8 @@ def _offloads(section: dict[str, Any] | None) -> bool:
 
 
 def _zero_section(given: dict[str, Any], layout: ParallelLayout) -> dict[str, Any]:
-    """``given`` for the layout's ZeRO stage, without the keys that are ignored then (the validation refuses them)."""
+    """``given`` for the layout's ZeRO stage. Keys ignored at this stage are dropped, since the validation refuses
+    them."""
     dropped = {"stage", "offload_optimizer", "offload_param"}
     section = without_ignored({key: value for key, value in given.items() if key not in dropped}, layout.zero_stage)
     if layout.pp_size > 1:

@@ -1,7 +1,7 @@
-"""Which layouts the code can run.
+"""The feasibility of layouts: whether the code can run them.
 
-Three things refuse a layout: arithmetic, features that the model does not have, and the validation that ``m6 pretrain``
-uses. The last one is asked, not repeated: see :func:`m6.planning.search.configuration.configured`.
+A layout can be refused by arithmetic, by the model's features, and by the validation of ``m6 pretrain``. The validation
+is called, not repeated: see :func:`m6.planning.search.configuration.configured`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ RefusalKind = Literal[
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why the code cannot run a layout.
+    """The reason against a layout.
 
     Attributes:
-        kind: by which reports count refusals.
+        kind: the category in reports, for counts.
         reason: one clause.
     """
 
@@ -39,15 +39,15 @@ class Refusal:
 
 
 class Feasibility:
-    """Answers for one run which layouts the code can run.
+    """Checks whether the code can run layouts of one run.
 
-    The validation of a run takes milliseconds, and a search visits thousands of layouts. But it does not depend on
-    sizes once these divide each other, so one answer serves all layouts that differ in sizes alone.
+    The validation of a run takes milliseconds, and a search visits thousands of layouts. Once sizes divide each other,
+    the validation does not depend on them. So one answer serves all layouts with equal choices and different sizes.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        # Every call of moe_config validates the settings again, which would be most of the time of a search.
+        # Every call of moe_config validates the settings again. This would be most of the time of a search.
         self._num_experts = 1 if config.m6.moe is None else config.model.moe_config().num_experts
         self._validated: dict[tuple[object, ...], Refusal | None] = {}
         self._equal_for: dict[tuple[int, bool], tuple[str, ...]] = {}
@@ -55,11 +55,11 @@ class Feasibility:
     def refusal(self, layout: ParallelLayout, lifted: Collection[RefusalKind] = ()) -> Refusal | None:
         """The first reason against ``layout``, or None.
 
-        A reason of the kind "configuration" may name the sizes of another layout that it refuses, too; :meth:`explain`
-        names those of ``layout``.
+        A reason of the kind "configuration" may name the sizes of another refused layout. :meth:`explain` names the
+        sizes of ``layout``.
 
         Args:
-            lifted: kinds of refusals that do not count, to price what is not implemented yet.
+            lifted: kinds of refusals to ignore, to price features without an implementation.
         """
         layout = self.with_whole_groups(layout)
         found = self._refused_by_model(layout, lifted)
@@ -85,12 +85,13 @@ class Feasibility:
         return self._validated[key]
 
     def explain(self, layout: ParallelLayout) -> Refusal | None:
-        """The first reason against ``layout``, or None; validated for this layout alone."""
+        """The first reason against ``layout``, or None, from a validation of this very layout."""
         layout = self.with_whole_groups(layout)
         return self._refused_by_model(layout, ()) or _refused_by_validation(self.config, layout)
 
     def with_whole_groups(self, layout: ParallelLayout) -> ParallelLayout:
-        """``layout``; if layers share weights and its pipeline has no cut, one between groups of such layers."""
+        """``layout``. If layers share weights and its pipeline has no cut: with a cut between groups of these
+        layers."""
         sharing = self.config.planned_sharing
         if layout.pipeline is None or layout.cut or sharing is None:
             return layout
@@ -98,7 +99,7 @@ class Feasibility:
         return replace(layout, cut=tuple(cut_between_groups(num_stages, sharing) or ()))
 
     def _refused_by_model(self, layout: ParallelLayout, lifted: Collection[RefusalKind]) -> Refusal | None:
-        """Arithmetic, and features that the model does not have."""
+        """The refusal by arithmetic or by the model's features, or None."""
         if layout.tp_size > 1 and "tensor parallelism" not in lifted:
             reason = _refused_tensor(self.config, layout)
             if reason is not None:
@@ -111,7 +112,7 @@ class Feasibility:
         return _refused_by_arithmetic(self.config, self._num_experts, layout, self._needs_equal_shares(layout))
 
     def _needs_equal_shares(self, layout: ParallelLayout) -> tuple[str, ...]:
-        """Why all ranks of the layout need the same number of micro-batches."""
+        """The reasons for an equal number of micro-batches on all ranks of the layout."""
         key = layout.zero_stage, layout.stream_experts
         if key not in self._equal_for:
             config = self.config
@@ -134,7 +135,7 @@ def _refused_by_arithmetic(
             "experts", f"ep_size {layout.ep_size} does not divide both {ranks} {of} and {num_experts} experts"
         )
     division = layout.division(equal_for)
-    # A pipeline's own numbers are asked for below.
+    # The numbers of micro-batches of a pipeline are checked below.
     refusal = config.batch_sizes.refusal(replace(division, pipeline=None))
     if refusal is not None:
         return Refusal("batch", refusal)
@@ -164,7 +165,7 @@ def _refused_pipeline(
         settings = settings.model_copy(update={"slices": config.pipeline.slices})  # as the layout's JSON has them
     try:
         settings.check_cut(config.model.num_layers)
-        if layout.stream_experts and layout.cut:  # otherwise one is chosen
+        if layout.stream_experts and layout.cut:  # without a cut, the search chooses one
             settings.check_experts(config.model)
         if config.planned_sharing is not None:
             check_sharing(settings, config.planned_sharing)
@@ -182,14 +183,14 @@ def _refused_by_validation(config: RunConfig, layout: ParallelLayout) -> Refusal
 
 
 def _without(layout: ParallelLayout, lifted: Collection[RefusalKind]) -> ParallelLayout:
-    """``layout`` without what is lifted: the validation judges the rest."""
+    """``layout`` without the lifted features: the validation judges the rest."""
     if "tensor parallelism" in lifted:
         layout = replace(layout, world_size=layout.world_size // layout.tp_size, tp_size=1)
     return replace(layout, stream_experts=False) if "streamed experts" in lifted else layout
 
 
 def capability_matrix(config: RunConfig) -> str:
-    """Markdown: which ZeRO stage goes with which feature, for this run's optimizer and precision, and why not."""
+    """Markdown: features against ZeRO stages for this run's optimizer and precision, with reasons against them."""
     features: dict[str, dict[str, object]] = {
         "one set of experts": {},
         "experts split": {"ep_size": 2},

@@ -1,4 +1,4 @@
-"""A plan as files: the run's JSON and the request of its Slurm job, of each stage where their layouts differ."""
+"""A plan as files: the run's JSON and the request of its Slurm job, one job for each phase if their layouts differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from m6.slurm.job import SIGNAL_EARLY_S, JobDescription
 from m6.validation import validate
 
 _MARGIN_S = 60
-# Assumptions for profiles without a measurement: of one rank, and of the file system that all ranks share.
+# Assumptions for profiles without a measurement: for one rank, and for the shared file system of all ranks.
 _RANK_BYTES_PER_S, _JOB_BYTES_PER_S = 500e6, 50e9
 
 # The shipped scripts have the same body; `m6 submit` needs no script.
@@ -35,7 +35,7 @@ class JobFiles:
 
     Attributes:
         name: DIR/name.json, DIR/name.job.json and DIR/name.sbatch.
-        document: the run's JSON with the plan's layout, validated as ``m6 pretrain`` validates it.
+        document: the run's JSON with the plan's layout, validated as by ``m6 pretrain``.
         job: the request.
     """
 
@@ -53,19 +53,19 @@ class JobFiles:
 
 
 def job_files(stages: list[Planner], plans: list[PricedLayout], name: str, time_limit_min: int) -> list[JobFiles]:
-    """The jobs of a run: one, or one for each stage if their layouts differ.
+    """The jobs of a run: one, or one for each phase if their layouts differ.
 
-    The job of a Pseudo stage ends at the switch. That of the Real stage resumes the same run in its own layout.
+    The job of the Pseudo phase ends at the switch. The job of the Real phase resumes the same run in its own layout.
 
     Args:
         stages: of ``training_stages``.
-        plans: one for each stage.
+        plans: one for each phase.
 
     Raises:
         UserError: see ``job_description``.
     """
     if len({plan.layout for plan in plans}) == 1:
-        # One job trains the run to its end. It needs the host memory and the time of the larger stage, the last one.
+        # One job trains the run to its end. It needs the host memory and the time of the larger phase, the last one.
         stages, plans, names = stages[-1:], plans[-1:], [name]
     else:
         names = [f"{name}.pseudo", f"{name}.real"]
@@ -87,19 +87,19 @@ def checkpoint_s(planner: Planner, plan: PricedLayout) -> float:
 
 
 def signal_lead_s(planner: Planner, plan: PricedLayout) -> int:
-    """Seconds before the job's end at which it needs a signal, in whole minutes.
+    """Seconds between the job's signal and its end, in whole minutes.
 
-    It has time for a checkpoint that may be under way, a step, the last checkpoint, and a margin.
+    They are enough for a checkpoint in progress, a step, the last checkpoint, and a margin.
     """
     return math.ceil((plan.time.total + 2 * checkpoint_s(planner, plan) + SIGNAL_EARLY_S + _MARGIN_S) / 60) * 60
 
 
 def job_description(planner: Planner, plan: PricedLayout, time_limit_min: int) -> JobDescription:
-    """The request of the plan's job, as ``m6 submit --job`` reads it.
+    """The request of the plan's job, for ``m6 submit --job``.
 
     Raises:
-        UserError: the cluster mixes types of nodes, which one job cannot ask for; or ``time_limit_min`` leaves no time
-            to train before the signal.
+        UserError: the cluster mixes types of nodes, and one job cannot request several; or ``time_limit_min`` leaves no
+            time to train before the signal.
     """
     if len(planner.cluster.nodes) > 1:
         raise UserError(f"{planner.cluster.name} mixes types of nodes: one job cannot ask for them")

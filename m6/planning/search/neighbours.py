@@ -1,4 +1,4 @@
-"""What a report says beside a plan: its neighbours, and what would hold a run that does not fit."""
+"""Further parts of a report: the neighbours of a plan, and the needs of a run without a fitting layout."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from m6.planning.search.results import PricedLayout, Rejection
 
 
 def neighbours(planner: Planner, plan: PricedLayout) -> list[Rejection]:
-    """Every layout that differs from ``plan`` in one choice, with what is wrong with it."""
+    """Every layout with one choice different from ``plan``, with the reason against it."""
     found = []
     for name, values in _other_values(planner, plan.layout):
         for value in values:
             changed = replace(plan.layout, **{"cut": (), "shares": (), name: value})
-            if name != "ranks_per_node":  # a choice of its own, which depends on the others
+            if name != "ranks_per_node":  # the best exchange depends on the other choices
                 changed = planner.time.exchange.faster(replace(changed, ranks_per_node=0))
             if plan.layout.shares and changed.pp_size == 1:
                 changed = planner.time.balanced(changed)
@@ -77,16 +77,16 @@ _NO_MODEL_PARALLELISM = {"tp_size": 1, "pp_size": 1, "stream_experts": False}
 
 
 def smallest_cluster(planner: Planner) -> Cluster | None:
-    """The cluster with the fewest nodes, equal to the first ones, that holds the run with its global batch, or None."""
+    """The smallest cluster of nodes of the first type with enough memory for the run and its global batch, or None."""
     nodes = planner.cluster.nodes[0]
-    # Without model parallelism each rank has a part of the batch: of other numbers some would wait for others.
+    # Without model parallelism each rank has a part of the batch: with other numbers some ranks would wait for others.
     for num_devices in divisors(planner.config.deepspeed.train_batch_size):
         if num_devices % nodes.devices_per_node or (
             num_devices > nodes.devices_per_node and nodes.links.network is None
         ):
             continue
         cluster = planner.cluster.resized(num_devices)
-        # Candidates that the code cannot run anyway are not generated for every size.
+        # Forced values keep infeasible candidates out of the search, for every size.
         other = planner.changed(cluster=cluster, forced={**_NO_MODEL_PARALLELISM, **planner.forced})
         for layout in other.candidates():
             if other.feasibility.refusal(layout) is None and not other.memory_rejection(layout):
@@ -100,10 +100,10 @@ def fastest_if_lifted(
     forced: dict[str, Any],
     accepts: Callable[[ParallelLayout], bool],
 ) -> PricedLayout | None:
-    """The fastest layout that fits if refusals of the kinds ``lifted`` did not exist, or None.
+    """The fastest fitting layout if refusals of the kinds ``lifted`` did not exist, or None.
 
     Args:
-        forced: values that the layout must have.
+        forced: required values of the layout.
         accepts: a further condition on the layout.
     """
     other = planner.changed(forced={**planner.forced, **forced})
@@ -123,8 +123,8 @@ class StreamedPlan:
 
     Attributes:
         plan: the layout and its price.
-        settings: the section ``m6.offload`` that it needs.
-        refusal: what the validation says against this run with ``m6.offload``; "" where it accepts it.
+        settings: the section ``m6.offload`` for it.
+        refusal: the validation's reason against this run with ``m6.offload``; "" where it accepts the run.
     """
 
     plan: PricedLayout
@@ -133,7 +133,7 @@ class StreamedPlan:
 
 
 def fastest_streamed(planner: Planner) -> StreamedPlan | None:
-    """The fastest layout that fits with streamed experts, or None.
+    """The fastest fitting layout with streamed experts, or None.
 
     Refusals of ``m6.offload`` do not count. Updates in the backward pass are tried last: they need the least host
     memory, but forbid gradient clipping and several micro-batches a step.
@@ -154,7 +154,10 @@ def fastest_streamed(planner: Planner) -> StreamedPlan | None:
 
 
 def _experts_optimizer(config: RunConfig) -> OffloadOptimizer | None:
-    """The least of those that update offloaded experts where the run's own cannot, at the run's rate; else None."""
+    """Adafactor at the run's learning rate if the run's optimizer cannot update offloaded experts; else None.
+
+    Of the optimizers for offloaded experts Adafactor has the smallest state.
+    """
     if config.deepspeed.optimizer_type not in UPDATE_NO_OFFLOADED:
         return None
     return OffloadOptimizer(type="Adafactor", lr=config.deepspeed.optimizer_params["lr"])
@@ -180,5 +183,5 @@ def _accepts_any(layout: ParallelLayout) -> bool:
 
 
 def with_offload(config: RunConfig, settings: OffloadSettings) -> RunConfig:
-    """The run with the section ``m6.offload``, not validated: to price what the validation refuses."""
+    """The run with the section ``m6.offload``. It is not validated, so refused runs have a price, too."""
     return replace(config, m6=config.m6.model_copy(update={"offload": settings}))

@@ -1,8 +1,8 @@
-"""Finds the fastest layout that the code can run and that fits: feasibility, then memory, then a bound on the time.
+"""Finds the fastest layout: checks of feasibility first, then memory, then a bound on the time.
 
 Every candidate is priced or rejected with a reason; nothing is sampled. A test compares the result with a brute-force
-search in another order without skips. Pareto-optimal plans, and the best plan for each number of devices, come from
-several searches.
+search in another order without skips. Several searches give the Pareto-optimal plans, and the best plan for each number
+of devices.
 """
 
 from __future__ import annotations
@@ -32,17 +32,11 @@ from m6.planning.search.feasibility import Feasibility
 from m6.planning.search.results import TIME_TOLERANCE, PricedLayout, Rejection, RejectionKind, SearchResult, format_gb
 
 MEMORY_FRACTION = 0.9
-
-
-"""The default share of a memory that a plan may use; allocators need the rest."""
-
-
+"""The default usable share of a memory; allocators need the rest."""
 _MIB = 2**20
 SEARCHED: tuple[Schedule, ...] = ("1f1b", "interleaved_1f1b", "zbv")
-
-
-"""The schedules that a search considers. The others never win: "interleaved_zero_bubble" and "dualpipev" wait as long
-as "zbv" or longer, and keep as many activations or more. They are priced where they are forced."""
+"""The schedules of a search. The others never win: "interleaved_zero_bubble" and "dualpipev" wait as long as "zbv" or
+longer, and keep as many activations or more. They are priced only if they are forced."""
 
 
 class Planner:
@@ -53,9 +47,9 @@ class Planner:
         cluster: all of its devices are used.
         profile: calibration; None: assumed efficiencies.
         batch: the shape of a micro-batch of the run's data; None: rows without padding.
-        sharing: what the layers share, to plan the Pseudo stage.
-        memory_fraction: the share of each memory that a plan may use.
-        forced: values that layouts must have, by the names of ``ParallelLayout``.
+        sharing: what the layers share, to plan the Pseudo phase.
+        memory_fraction: the usable share of each memory.
+        forced: required values of layouts, by the names of ``ParallelLayout``.
         feasibility: of the same run, to share its answers; None: a new one.
     """
 
@@ -79,7 +73,7 @@ class Planner:
         self._copied: dict[ParallelLayout, float] = {}
 
     def _device_bytes(self) -> int | None:
-        """What the store of ``m6.offload`` may fill of a device; None: there is host memory alone."""
+        """Bytes of a device usable by the store of ``m6.offload``; None: there is host memory alone."""
         if self.cluster.smallest.links.host is None:
             return None
         least, store = self.cluster.smallest.device.memory_bytes * self.memory_fraction, self.config.expert_store
@@ -102,7 +96,7 @@ class Planner:
         return Planner(**{**arguments, **changes})
 
     def candidates(self) -> Iterator[ParallelLayout]:
-        """Every layout of the cluster's devices whose sizes divide each other, feasible or not.
+        """Every layout of the cluster's devices with sizes that divide each other, feasible or not.
 
         Forced values need not divide anything.
         """
@@ -128,7 +122,7 @@ class Planner:
                 axes[name] = self._values(name, (False, True))
             for values in itertools.product(*axes.values()):
                 chosen = dict(zip(axes, values, strict=True))
-                # Streaming is considered where a rank holds a share of the experts.
+                # Streaming is considered if a rank holds only a share of the experts.
                 streams = (False, True) if chosen["ep_size"] > 1 else (False,)
                 in_turns = chosen["ep_size"] > 1 and tp_size == pp_size == 1
                 at_once = self._values("micro_batches_at_once", (1, 2) if in_turns else (1,))
@@ -142,7 +136,7 @@ class Planner:
                     if "ranks_per_node" in self.forced:
                         layout = replace(layout, ranks_per_node=self.forced["ranks_per_node"])
                     else:
-                        # Exchanges differ in their time alone, so that the slower one need not be visited.
+                        # Exchanges differ in their time alone, so only the faster one is visited.
                         layout = self.time.exchange.faster(layout)
                     if "shares" in self.forced:
                         yield replace(layout, shares=self.forced["shares"])
@@ -154,9 +148,9 @@ class Planner:
                             yield balanced
 
     def _tensor_groups(self) -> Iterator[tuple[int, PlacementName]]:
-        """Sizes and placements of tensor groups that divide the matrices of the model; forced ones need not."""
+        """Sizes and placements of tensor groups for the matrices of the model. Forced ones need not divide these."""
         model = self.config.model
-        # With experts ``ep_size`` divides most of the model, so that a search through sizes of groups is not worth it.
+        # With experts ``ep_size`` divides most of the model, so a search through sizes of tensor groups gains little.
         sizes = divisors(self.cluster.num_devices) if self.config.m6.moe is None else (1,)
         if self.config.m6.moe is not None and self.config.tensor is not None:
             sizes = (self.config.tensor_size,)
@@ -172,13 +166,13 @@ class Planner:
         return [self.forced[name]] if name in self.forced else list(values)
 
     def search(self, num_plans: int = 10, limit_s: float = math.inf) -> SearchResult:
-        """The ``num_plans`` fastest layouts that the code can run and that fit.
+        """The ``num_plans`` fastest feasible layouts within the memory.
 
         Args:
-            limit_s: layouts that take certainly longer for a step are left out.
+            limit_s: layouts with a lower bound of the step time above it are left out.
 
         Raises:
-            UserError: the forced values leave no layout that the code can run.
+            UserError: the forced values leave no feasible layout.
         """
         result = SearchResult()
         refused: dict[str, str] = {}
@@ -193,7 +187,7 @@ class Planner:
             if limit_s < math.inf and self.time.lower_bound(layout) > limit_s:
                 result.count("slower than the limit")
                 continue
-            if layout.pp_size > 1 and self._too_slow(layout, result, num_plans):  # before its best cut is looked for
+            if layout.pp_size > 1 and self._too_slow(layout, result, num_plans):  # before the search for its best cut
                 result.count("slower by equal shares of its passes alone")
                 continue
             layout = self.with_cut(layout)
@@ -226,7 +220,7 @@ class Planner:
         return result
 
     def evaluate(self, layout: ParallelLayout) -> PricedLayout | Rejection:
-        """The price of one layout, or why it cannot be used."""
+        """The price of one layout, or the reason against it."""
         refusal = self.feasibility.explain(layout)
         if refusal is not None:
             return Rejection(layout, "infeasible", f"refused: {refusal.reason}")
@@ -237,8 +231,8 @@ class Planner:
         return PricedLayout(layout, self.memory(layout), self.time(layout))
 
     def _too_slow(self, layout: ParallelLayout, result: SearchResult, num_plans: int) -> bool:
-        """Whether the layout's bound is above the slowest plan and above the fastest of its kind: then it can displace
-        none of them."""
+        """Whether the layout's bound is above the slowest plan and above the fastest of its kind, with or without a
+        pipeline. Then it can displace none of them."""
         alike = result.fastest(pipeline=layout.pp_size > 1)
         if len(result.plans) < num_plans or alike is None:
             return False
@@ -246,8 +240,8 @@ class Planner:
         return self.time.lower_bound(layout) > max(slowest, alike.time.total)
 
     def with_cut(self, layout: ParallelLayout) -> ParallelLayout:
-        """The layout with the cut of its pipeline whose slowest rank is fastest and that fits the memory; with about
-        equal stages if none fits."""
+        """The layout with the best cut of its pipeline: the fastest slowest rank within the memory. If no cut fits, its
+        stages are about equal."""
         if layout.pp_size == 1 or layout.cut:
             return layout
         find = self.time.pipeline.with_cut
@@ -255,18 +249,19 @@ class Planner:
         return found or self.feasibility.with_whole_groups(layout)
 
     def _is_hopeless(self, layout: ParallelLayout) -> bool:
-        """Whether all devices together do not hold weights, gradients and optimizer states, which no cut changes."""
+        """Whether weights, gradients and optimizer states exceed the memory of all devices together. No cut changes
+        their sum."""
         if self.cluster.smallest.links.host is None:
             return False
         places = (self.time.pipeline.nodes_of(layout, place) for place in range(layout.pp_size))
         smallest = (min(nodes.device.memory_bytes for nodes in types) for types in places)
         footprints = self.memory.footprints(layout)
-        # Of the old weights there are fewer the more layers the last rank has, which needs none.
+        # Old weights do depend on the cut: the last rank needs none, so more layers on it need fewer.
         needed = sum(footprint.resident - footprint.old_weights - footprint.owned_experts for footprint in footprints)
         return needed > sum(smallest) * self.memory_fraction
 
     def refined(self, plan: PricedLayout) -> PricedLayout:
-        """The plan of a pipeline with its cut improved by the time of the whole step; other plans as they are."""
+        """The plan of a pipeline with a cut improved for the time of the whole step. Other plans stay as they are."""
         layout = plan.layout
         if not layout.cut or "cut" in self.forced:
             return plan
@@ -286,19 +281,19 @@ class Planner:
         return fits
 
     def _suits(self, layout: ParallelLayout) -> Suits:
-        """A rank that streams experts has some."""
+        """With streamed experts every rank has to have some."""
         sparse = self.memory.model.is_sparse
         return lambda place, stages: not layout.stream_experts or any(map(sparse.__getitem__, itertools.chain(*stages)))
 
     def _contents(self, stage: range) -> tuple[int | bool, ...]:
-        """What decides the memory of a stage."""
+        """The cache key of a stage's memory."""
         is_sparse, sharing = self.memory.model.is_sparse, self.memory.sharing
         stored = stage if sharing is None else sorted(set(map(sharing.first_layer, stage)))
         sparse = (sum(map(is_sparse.__getitem__, layers)) for layers in (stage, stored))
         return len(stage), len(stored), *sparse, stage.start == 0, stage.stop == len(is_sparse)
 
     def fullest_devices(self, layout: ParallelLayout) -> list[tuple[str, int, float]]:
-        """Of each type of devices its name, the bytes of its fullest rank, and those that a rank may fill."""
+        """(name, bytes of its fullest rank, usable bytes of a rank) of each type of devices."""
         peaks: dict[tuple[str, int], int] = {}
         for place, footprint in enumerate(self.memory.footprints(layout)):
             for nodes in self.time.pipeline.nodes_of(layout, place):
@@ -307,17 +302,18 @@ class Planner:
         return [(name, peak, memory * self.memory_fraction) for (name, memory), peak in peaks.items()]
 
     def host_bytes(self, layout: ParallelLayout) -> int:
-        """Bytes of states in the host memory of a node whose ranks all are the one with most of them, which need not be
-        the one with the fullest device."""
+        """Bytes of states in the host memory of a node. All its ranks count as the rank with most of them; that is not
+        always the rank with the fullest device."""
         return self.cluster.smallest.devices_per_node * max(each.host for each in self.memory.footprints(layout))
 
     def memory_rejection(self, layout: ParallelLayout) -> Rejection | None:
-        """The memory that ``layout`` exceeds, or None; of several ranks of a pipeline the one that lacks most."""
+        """The rejection if ``layout`` exceeds a memory, or None. In a pipeline the rank with the largest shortfall
+        counts."""
         found = (self._shortfall(layout, *each) for each in enumerate(self.memory.footprints(layout)))
         return max((each for each in found if each is not None), key=lambda each: each.shortfall_bytes, default=None)
 
     def _shortfall(self, layout: ParallelLayout, place: int, footprint: MemoryFootprint) -> Rejection | None:
-        """The memory that a rank of a place in the pipeline exceeds, or None."""
+        """The rejection if a rank at this place in the pipeline exceeds a memory, or None."""
         for kind, needed, limit, where in self._memory_limits(layout, place, footprint):
             if needed > limit:
                 missing = int(needed - limit)
@@ -328,7 +324,7 @@ class Planner:
     def _memory_limits(
         self, layout: ParallelLayout, place: int, footprint: MemoryFootprint
     ) -> Iterator[tuple[RejectionKind, float, float, str]]:
-        """Yields kinds of memory with the bytes that are needed, those that there are, and a name."""
+        """Yields (kind of memory, needed bytes, usable bytes, name)."""
         nodes = min(self.time.pipeline.nodes_of(layout, place), key=lambda nodes: nodes.device.memory_bytes)
         per_node, host = nodes.devices_per_node, nodes.host.memory_bytes * self.memory_fraction
         if layout not in self._copied:  # a search for a cut asks for the same layout thousands of times
@@ -347,7 +343,7 @@ class Planner:
         store = self.config.expert_store
         if not layout.stream_experts or store is None:
             return
-        # Budgets are those of a rank, which has more experts where there are fewer ranks.
+        # Budgets are per rank. With fewer ranks each has more experts.
         if not isinstance(store.device_budget_mib, str):
             budget = store.device_budget_mib * _MIB
             yield "device memory", footprint.peak, budget, "in m6.offload.device_budget_mib"
@@ -357,8 +353,8 @@ class Planner:
 
 
 def _micro_batch_sizes(rows: int, ranks: int) -> list[int]:
-    """The sizes of micro-batches of which every rank has as many, or, where the ranks do not divide the batch, one or
-    more."""
+    """The possible sizes of micro-batches. Every rank has the same number of them; if the ranks do not divide the
+    batch, every rank has at least one."""
     equal = rows % ranks == 0
     return [size for size in divisors(rows // ranks if equal else rows) if size * ranks <= rows]
 
@@ -368,13 +364,13 @@ _ALL_PLANS = 1 << 30
 
 
 def pareto(items: Iterable[Item], costs: Callable[[Item], Sequence[float]]) -> list[Item]:
-    """The items that no other item equals or beats in every cost, sorted by the first cost; of equal items the first.
+    """The Pareto-optimal items, sorted by the first cost. Of items with equal costs the first is kept.
 
     The frontier of TensorOpt (arXiv 2004.10856), over whole plans because this engine has no choices per layer.
     """
     kept: list[tuple[Sequence[float], Item]] = []
     for cost, item in sorted(((costs(item), item) for item in items), key=lambda pair: tuple(pair[0])):
-        # Items are sorted, so that only earlier ones can beat this one.
+        # Items are sorted, so only earlier ones can beat this one.
         if not any(all(a <= b for a, b in zip(other, cost, strict=True)) for other, _ in kept):
             kept.append((cost, item))
     return [item for _, item in kept]
@@ -405,7 +401,7 @@ def frontier(planner_of: Callable[[Cluster], Planner], cluster: Cluster, counts:
 def curve(
     planner_of: Callable[[Cluster], Planner], cluster: Cluster, counts: Sequence[int]
 ) -> list[tuple[int, PricedLayout | None, str]]:
-    """(devices, best plan, why there is none) for each number of devices: Rubick's sensitivity curve (2408.08586).
+    """(devices, best plan, reason if there is none) by number of devices: Rubick's sensitivity curve (2408.08586).
 
     Args:
         planner_of: makes the planner of a part of ``cluster``.

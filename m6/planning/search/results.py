@@ -1,4 +1,4 @@
-"""The outcome of a search: layouts with their prices, and why others are no plans."""
+"""The outcome of a search: layouts with their prices, and rejections with their reasons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from m6.planning.cost.compute_time import StepTime
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryFootprint
 
-# Among layouts whose times differ by less the simplest is preferred: an uncalibrated model cannot tell them apart.
+# Among layouts with times closer than this the simplest is preferred: an uncalibrated model cannot tell them apart.
 TIME_TOLERANCE = 0.01
 
 RejectionKind = Literal["infeasible", "device memory", "host memory", "slower"]
@@ -20,7 +20,7 @@ RejectionKind = Literal["infeasible", "device memory", "host memory", "slower"]
 
 @dataclass(frozen=True)
 class PricedLayout:
-    """A layout that the code can run and that fits, with its memory and its time."""
+    """A feasible layout within the memory, with its footprint and its time."""
 
     layout: ParallelLayout
     footprint: MemoryFootprint
@@ -28,7 +28,7 @@ class PricedLayout:
 
     @property
     def complexity(self) -> int:
-        """A count of the techniques that the layout uses, to prefer simple ones."""
+        """A count of the layout's techniques, to prefer simple layouts."""
         layout = self.layout
         parts = [layout.tp_size > 1, layout.pp_size > 1, layout.checkpointing, layout.offload_optimizer]
         parts += [layout.micro_batches_at_once > 1, bool(layout.shares)]
@@ -37,10 +37,10 @@ class PricedLayout:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a layout is not a plan.
+    """The reason why a layout is not a plan.
 
     Attributes:
-        shortfall_bytes: missing memory, where memory is the reason.
+        shortfall_bytes: missing memory, if memory is the reason.
     """
 
     layout: ParallelLayout
@@ -56,9 +56,9 @@ class SearchResult:
     Attributes:
         plans: the fastest layouts, by time.
         visited: number of candidates.
-        tally: how many candidates were rejected for each reason, or priced.
-        nearest: the candidate that the code can run and that lacks the fewest bytes.
-        of_schedules: the fastest without a pipeline (None), and of each schedule of one.
+        tally: the number of candidates by reason of rejection, and of the priced ones.
+        nearest: the feasible candidate with the fewest missing bytes.
+        of_schedules: the fastest layout by schedule of its pipeline; None: without a pipeline.
     """
 
     plans: list[PricedLayout] = field(default_factory=list)
@@ -69,7 +69,7 @@ class SearchResult:
 
     @property
     def best(self) -> PricedLayout:
-        """The simplest of the plans that are as fast as the fastest, within the tolerance of the time model.
+        """The simplest of the fastest plans, within the tolerance of the time model.
 
         Raises:
             UserError: no layout fits.
@@ -88,16 +88,16 @@ class SearchResult:
             self.of_schedules[_schedule(plan)] = plan
 
     def fastest(self, pipeline: bool) -> PricedLayout | None:
-        """The fastest layout with a pipeline, or without one; None if there is none."""
+        """The fastest layout with a pipeline, or without one; None if no such layout was found."""
         alike = (plan for schedule, plan in self.of_schedules.items() if (schedule is not None) == pipeline)
         return min(alike, key=_seconds, default=None)
 
     def refine(self, improve: Callable[[PricedLayout], PricedLayout]) -> None:
-        """Replaces every plan by what ``improve`` makes of it."""
+        """Replaces every plan by the result of ``improve``."""
         plans = {plan.layout: plan for plan in (*self.plans, *self.of_schedules.values())}
         improved = {layout: improve(plan) for layout, plan in plans.items()}
         self.plans = sorted((improved[plan.layout] for plan in self.plans), key=_seconds)
-        # What was the fastest of its kind need not be it any more.
+        # After the improvement another plan may be the fastest of its schedule.
         for schedule in self.of_schedules:
             self.of_schedules[schedule] = min(
                 (plan for plan in improved.values() if _schedule(plan) == schedule), key=_seconds

@@ -1,4 +1,4 @@
-"""The stages of a Pseudo-to-Real run: each has a layout of its own, within what a run may change on its way."""
+"""The phases (Pseudo, Real) of a run. Each has a layout of its own, apart from values common to both."""
 
 from __future__ import annotations
 
@@ -13,48 +13,50 @@ from m6.errors import UserError
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, SearchResult
 
-# What decides which numbers a run computes, and so is equal in both stages: packing, dropout and capacities go by the
-# micro-batch, and experts in host memory have an optimizer of their own.
+# These values change the numbers computed by a run, so they are equal in both phases: packing, dropout and capacities
+# depend on the micro-batch, and experts in host memory have an optimizer of their own.
 _COMMON = ("micro_batch_size", "stream_experts")
 
 
 def pseudo_sharing(config: RunConfig) -> Sharing:
-    """What the layers share in the run's Pseudo stage; for a run without one everything, as in M6-10T."""
+    """The sharing of layers in the run's Pseudo phase. For a run without one: everything is shared, as in M6-10T."""
     return config.planned_sharing or Sharing(config.model.num_layers, 1, PARTS)
 
 
 def training_stages(planner: Planner) -> list[Planner]:
-    """A planner of the Pseudo stage, if the run has one, and ``planner`` of the Real one."""
+    """The planner of the Pseudo phase, if the run has one, and ``planner`` for the Real phase."""
     if planner.config.m6.pseudo_to_real is None:
         return [planner]
     return [planner.changed(sharing=pseudo_sharing(planner.config)), planner]
 
 
 def stage_steps(planner: Planner) -> int:
-    """The steps of the planner's stage; a Pseudo stage that may end earlier is taken to last until ``switch_step``."""
+    """The steps of the planner's phase. A Pseudo phase counts up to ``switch_step``, even if it may end earlier."""
     pseudo = planner.config.m6.pseudo_to_real
     switch_step = 0 if pseudo is None else pseudo.switch_step
     return switch_step if planner.memory.sharing is not None else planner.config.m6.training.total_steps - switch_step
 
 
 def stage_samples(planner: Planner) -> int:
-    """The samples of these steps, which are fewer while ``m6.training.batch_ramp`` lasts."""
+    """The samples of these steps. Steps of ``m6.training.batch_ramp`` have fewer."""
     config, steps = planner.config, stage_steps(planner)
     first = 0 if planner.memory.sharing is not None else config.m6.training.total_steps - steps
     return config.batch_sizes.before(first + steps) - config.batch_sizes.before(first)
 
 
 def search_stages(stages: list[Planner], num_plans: int = 10) -> list[SearchResult]:
-    """The ``num_plans`` fastest layouts of each stage, among those with which the whole run takes the least time.
+    """The ``num_plans`` fastest layouts of each phase.
+
+    Layouts of both phases have the same values of ``_COMMON``. The values with the shortest whole run are chosen.
 
     Args:
         stages: of ``training_stages``.
 
     Returns:
-        a result for each stage; without plans if no layout fits that stage.
+        a result for each phase; without plans if no layout fits that phase.
 
     Raises:
-        UserError: no layout can run, or layouts fit each stage by itself but none both.
+        UserError: no layout can run, or the fitting layouts of the phases have no values in common.
     """
     alone = [stage.search(num_plans) for stage in stages]
     if not all(result.plans for result in alone) or len({_common(result.best) for result in alone}) == 1:
@@ -73,12 +75,12 @@ def search_stages(stages: list[Planner], num_plans: int = 10) -> list[SearchResu
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The layouts of a run on those devices of a cluster that train it soonest.
+    """The layouts of a run on the fastest part of a cluster.
 
     Attributes:
-        stages: planners of the stages, on these devices.
-        results: of each stage; without plans if no layout fits the stage.
-        whole: what becomes of each stage on all devices, if these are not all; else "".
+        stages: planners of the phases, on this part.
+        results: of each phase; without plans if no layout fits the phase.
+        whole: a clause on each phase on all devices, if the part is not the whole cluster; else "".
     """
 
     stages: list[Planner]
@@ -90,7 +92,7 @@ def plan_run(planner: Planner, num_plans: int = 10) -> RunPlan:
     """Searches all devices of the planner's cluster and its parts: more devices can make a step slower.
 
     Raises:
-        UserError: see ``search_stages``; of all devices, even where a part of them could train the run.
+        UserError: see ``search_stages``. It is raised for all devices, even if a part of them could train the run.
     """
     stages = training_stages(planner)
     results = search_stages(stages, num_plans)
@@ -109,7 +111,7 @@ def plan_run(planner: Planner, num_plans: int = 10) -> RunPlan:
 
 
 def _may_be_faster(stages: list[Planner], least_s: float) -> bool:
-    """Whether the fastest layouts of the stages, each by itself, train the run in less than ``least_s`` seconds."""
+    """Whether the fastest layouts of the phases, each by itself, train the run in less than ``least_s`` seconds."""
     seconds = 0.0
     for stage in stages:
         steps = stage_steps(stage)
