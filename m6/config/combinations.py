@@ -298,15 +298,6 @@ HOST_ACTIVATIONS = _of("m6.offload.rules of activations", _activation_rules, "ke
 PSEUDO = _of("m6.pseudo_to_real", lambda run: run.m6.pseudo_to_real is not None, "leave m6.pseudo_to_real out")
 PLATEAU, CORRELATION = _switch("loss_plateau"), _switch("gradient_correlation")
 LORA = _of("m6.lora", lambda run: run.m6.lora is not None, "leave m6.lora out")
-LORA_OF_MATRICES = Feature(
-    'm6.lora.targets other than "experts"',
-    lambda run: (
-        f"m6.lora.targets {', '.join(others)}"
-        if run.m6.lora is not None and (others := [each for each in run.m6.lora.targets if each != "experts"])
-        else None
-    ),
-    'use m6.lora.targets ["experts"]',
-)
 INIT = _of("m6.init", lambda run: run.m6.init is not None, "fine-tune with a JSON of configs/finetune")
 SAMPLES = _of("m6.samples", lambda run: run.m6.samples is not None, "leave m6.samples out")
 CAPACITY = Feature(
@@ -503,7 +494,7 @@ FACTS: tuple[Fact, ...] = (
         {
             NOT_ADAMW: "takes means or norms over whole matrices",
             COMPRESSION: "compresses gradients of whole matrices",
-            LORA_OF_MATRICES: "puts adapters beside whole matrices",
+            LORA: "puts adapters beside whole matrices, and beside experts with all tokens",
             ZERO_3: "divides each matrix over all ranks of the run",
             HOST_STATES: "keeps states of whole matrices in host memory",
             PSEUDO: "shares the weights of whole layers",

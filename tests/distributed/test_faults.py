@@ -150,10 +150,10 @@ def fault_on_rank_1(document: dict[str, Any], root: Path, fault: str) -> None:
     def poisoned(loss: torch.Tensor) -> None:
         backward(loss * float("nan") if trainer.step + 1 in (2, 4, 5) else loss)
 
-    def signalled(micro_batches: list[Any]) -> Any:
+    def signalled(micro_batches: list[Any], most: int) -> Any:
         if trainer.step + 1 == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return count(micro_batches)
+        return count(micro_batches, most)
 
     if trainer.runtime.rank == 1:
         if fault == "nan":

@@ -68,14 +68,13 @@ def test_adapters_do_not_depend_on_the_layout(folder: Path, delay: dict[str, Any
         ({"pipeline": {"num_ranks": 2, "schedule": "zbv"}}, None),
         ({"pipeline": {"num_ranks": 2, "slices": 3}}, None),
         ({"pipeline": {"num_ranks": 2}}, {"accept_loss": True}),
-        ({"tensor": {"num_ranks": 2}}, None),
     ],
-    ids=["1f1b", "zbv", "slices", "one step late", "tensor group"],
+    ids=["1f1b", "zbv", "slices", "one step late"],
 )
 def test_adapters_of_parts_are_those_of_the_whole_model(
     folder: Path, parallel: dict[str, Any], delay: dict[str, Any] | None
 ):
-    """The token embedding, of which the last stage has a copy, is frozen; ranks of a tensor group have all experts."""
+    """The token embedding, of which the last stage has a copy, is frozen."""
     pytest.importorskip("peft")
     found = []
     for ranks in (1, 2):

@@ -84,7 +84,7 @@ def loss_of(_: MicroBatch, output: Any, step: int, scale: float) -> Tensor:
 
 def batches(config: RunConfig, step: int, ranks: range, world_size: int) -> Iterator[tuple[MicroBatch, int]]:
     """The micro-batches of these ranks in a step, and their seeds."""
-    data, each = open_data(config), config.accumulation_steps(world_size)
+    data, each = open_data(config), config.accumulation_steps(world_size * config.pipeline_size)
     for rank in ranks:
         for index in range(each):
             number = (step * world_size + rank) * each + index

@@ -450,7 +450,7 @@ ALIKE: dict[str, dict[str, Any]] = {
     },
 }
 NUM_COPIES = {"experts": {2, 4}, "zero 2, bf16": {2, 4}, "zero 3": set(), "any world": {2, 4}, "offloaded": {2, 4}}
-NUM_COPIES |= {"pipeline": {2}, "tensor": {2}}
+NUM_COPIES |= {"pipeline": {2}, "tensor": {2, 4}}
 
 
 def stay_alike(documents: dict[str, dict[str, Any]], root: Path) -> None:

@@ -87,7 +87,7 @@ def train_by_sgd(runs: list[tuple[dict[str, Any], Path]]) -> None:
     CPU_Accelerator.is_fp16_supported = lambda self: True
     original = build.build_optimizer
 
-    def sgd(model: torch.nn.Module, *_: Any) -> torch.optim.Optimizer:
+    def sgd(model: torch.nn.Module, *_: Any, **__: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
 
     for each, root in runs:
