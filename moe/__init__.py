@@ -1,6 +1,6 @@
 """Sparsely activated feed-forward layers: expert prototyping and top-k routing, with or without a capacity.
 
-``MoEConfig`` needs no torch. The other names are imported at their first use, so that settings can be checked before.
+``MoEConfig`` needs no torch. The other names are imported at their first use, so settings can be checked without torch.
 """
 
 from importlib import import_module

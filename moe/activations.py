@@ -1,4 +1,4 @@
-"""Activation functions of experts and their derivatives. They write to memory that the caller provides."""
+"""Activation functions of experts and their derivatives. They write to the caller's memory."""
 
 from typing import Protocol
 

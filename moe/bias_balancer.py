@@ -18,12 +18,12 @@ class BiasBalancer:
     b_i <- b_i + rate * sign(mean_j c_j - c_i), where c_i counts how often expert i of a prototype was chosen since the
     last update, on all ranks: auxiliary loss free balancing (arXiv 2408.15664), algorithm 1.
 
-    The counts come from the layers' outputs, which the caller passes to ``add``. A forward pass that activation
-    checkpointing repeats therefore counts once.
+    The caller passes the counts of the layers' outputs to ``add``. If activation checkpointing repeats a forward pass,
+    the pass still counts once.
 
     Args:
-        layers: in the order of the statistics given to ``add``; a layer that is used twice stands here twice.
-        group: the ranks that have these layers; None: all.
+        layers: in the order of the statistics given to ``add``; a layer used twice stands here twice.
+        group: the ranks with these layers; None: all ranks.
     """
 
     def __init__(self, layers: Sequence["MoELayer"], group: torch.distributed.ProcessGroup | None = None) -> None:
@@ -58,5 +58,5 @@ class BiasBalancer:
                 bias += config.balance_bias_rate * error.sign().view(-1)
 
     def discard(self) -> None:
-        """Sets the counts to zero without an update, for a step that was skipped."""
+        """Sets the counts to zero without an update, for a skipped step."""
         self._counts = None

@@ -1,4 +1,4 @@
-"""Collects what the expert layers inside of a model return, if the model itself does not pass it on."""
+"""Collects the outputs of the expert layers inside a model, for models that do not return them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,9 +16,10 @@ def collect_outputs(model: nn.Module) -> Iterator[list[MoEOutput]]:
             loss = task_loss(model(batch))
         loss = loss + sum(output.aux_loss for output in outputs)
 
-    The context ends before the backward pass, in which activation checkpointing calls the layers again. Checkpointing
-    has to be non-reentrant, since the first pass of the reentrant one has no gradients, and so its losses have none.
-    Layers inside of a compiled model are not seen, because ``torch.compile`` ignores hooks that come later.
+    The context must end before the backward pass, because activation checkpointing calls the layers again there.
+    Checkpointing must be non-reentrant: the first pass of reentrant checkpointing has no gradients, so the collected
+    losses would have none. Layers of a compiled model are not seen, because ``torch.compile`` ignores hooks registered
+    after compilation.
     """
     outputs: list[MoEOutput] = []
     with ExitStack() as hooks:

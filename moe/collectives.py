@@ -15,7 +15,7 @@ from moe.payload import CODECS, IDENTITY, Codec
 
 @dataclass
 class Traffic:
-    """What this rank has passed to collectives for other ranks, whatever route a collective chooses.
+    """Bytes passed by this rank to collectives for other ranks. The route of the collective does not matter.
 
     Attributes:
         bytes_within_nodes: bytes to ranks of the same node; all bytes if ``ranks_per_node`` is None.
@@ -27,13 +27,13 @@ class Traffic:
 
 
 class Collectives:
-    """The collectives of one process group that dispatchers need.
+    """The collectives of dispatchers, in one process group.
 
     Args:
-        group: a group that contains this rank.
-        payload: the number format of rows on the way, see ``moe.payload``. Autograd ignores the rounding.
-        ranks_per_node: how many neighbouring ranks form a node; None: all ranks do.
-        traffic: the counter to use, which several objects may share; None: a new one.
+        group: a group with this rank.
+        payload: the number format of rows in flight, see ``moe.payload``. Autograd ignores the rounding.
+        ranks_per_node: the number of neighbouring ranks on a node; None: all ranks are on one node.
+        traffic: the counter to use; several objects may share it. None: a new counter.
 
     Attributes:
         size: the number of ranks in the group.
@@ -59,11 +59,14 @@ class Collectives:
     def exchange(
         self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None
     ) -> "PendingCollective":
-        """Starts to split ``values`` along dimension 0 over the ranks.
+        """Starts an all-to-all of ``values``, split along dimension 0. The result has no gradient.
+
+        Args:
+            values: [N, ...] sorted by destination.
+            sent, received: the number of entries to and from each rank; None: equal numbers.
 
         Returns:
-            A collective whose ``wait`` returns what the ranks sent to this one, by source. The parts are equal unless
-            ``sent`` and ``received`` give their sizes. The result has no gradient.
+            The pending collective; its ``wait`` returns the received values, sorted by source.
         """
         return self._all_to_all(values.detach(), sent, received, IDENTITY)
 
@@ -73,10 +76,10 @@ class Collectives:
         Args:
             rows: [sum(sent), D] sorted by destination.
             sent, received: the number of rows to and from each rank.
-            to_experts: whether the rows are on the way to the experts, which decides the number format.
+            to_experts: True for dispatch, False for combine. The number format depends on it.
 
         Returns:
-            An exchange whose ``wait`` returns [sum(received), D] sorted by source.
+            The pending exchange; its ``wait`` returns [sum(received), D] sorted by source.
         """
         codec, gradient_codec = self._codecs(to_experts)
         return PendingExchange(
@@ -94,10 +97,10 @@ class Collectives:
         )
 
     def all_gather(self, rows: Tensor) -> "PendingExchange":
-        """Starts an all-gather of rows [T, D] on the way to the experts; T is the same on all ranks.
+        """Starts an all-gather of rows [T, D] for dispatch; T is the same on all ranks.
 
         Returns:
-            An exchange whose ``wait`` returns [size * T, D] sorted by source.
+            The pending exchange; its ``wait`` returns [size * T, D] sorted by source.
         """
         codec, gradient_codec = self._codecs(to_experts=True)
         return PendingExchange(
@@ -105,10 +108,10 @@ class Collectives:
         )
 
     def reduce_scatter(self, rows: Tensor) -> "PendingExchange":
-        """Starts a reduce-scatter of rows [size * T, D] on the way back from the experts.
+        """Starts a reduce-scatter of rows [size * T, D] for combine.
 
         Returns:
-            An exchange whose ``wait`` returns [T, D], the sum over the ranks of their rows for this rank.
+            The pending exchange; its ``wait`` returns [T, D], the sum of all ranks' rows for this rank.
         """
         codec, gradient_codec = self._codecs(to_experts=False)
         return PendingExchange(
@@ -116,7 +119,7 @@ class Collectives:
         )
 
     def _codecs(self, to_experts: bool) -> tuple[Codec, Codec]:
-        """Returns the codecs of rows and of their gradients, which go the opposite way."""
+        """Returns the codecs of rows and of their gradients. Gradients travel in the opposite direction."""
         pair = (self._to_experts, self._from_experts)
         return pair if to_experts else pair[::-1]
 
@@ -151,7 +154,7 @@ class Collectives:
         return PendingCollective(moved.work, moved.buffer, lambda buffer: moved.decode(buffer).view(parts).sum(0))
 
     def _count(self, rows_per_rank: list[int], encoded: Tensor) -> None:
-        """Adds the bytes of a collective that sends ``rows_per_rank`` rows of ``encoded`` to the ranks."""
+        """Adds the bytes of a collective with ``rows_per_rank`` rows of ``encoded`` for each rank."""
         row_bytes = math.prod(encoded.shape[1:]) * encoded.element_size()
         for rank, (rows, near) in enumerate(zip(rows_per_rank, self._same_node, strict=True)):
             if rank == self._own:
@@ -163,7 +166,7 @@ class Collectives:
 
 
 class PendingCollective(NamedTuple):
-    """A collective that was started, and the function that decodes its result."""
+    """A started collective, and the function that decodes its result."""
 
     work: torch.distributed.Work
     buffer: Tensor
@@ -176,14 +179,14 @@ class PendingCollective(NamedTuple):
 
 
 class PendingExchange:
-    """An exchange of rows that was started.
+    """A started, differentiable exchange of rows.
 
-    What is computed between the start and ``wait`` overlaps with the exchange. In the backward pass the exchange of
+    Computation between the start and ``wait`` overlaps with the exchange. In the backward pass the exchange of
     the gradients starts where ``wait`` was called and ends where the forward exchange started, because autograd runs
-    backwards. So it overlaps with the backward pass of the same computation.
+    backwards. It therefore overlaps with the backward pass of the same computation.
 
     Args:
-        rows: what is sent.
+        rows: the rows to send.
         forward: starts the exchange of rows.
         backward: starts the exchange of gradients.
     """
@@ -203,7 +206,7 @@ class PendingExchange:
 
 
 class _Exchange:
-    """The state that ``_Start`` and ``_Finish`` share.
+    """The shared state of ``_Start`` and ``_Finish``.
 
     Autograd connects the two by a tensor without elements, since the rows do not exist while they are being exchanged.
     """

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 Payload = Literal["same", "bfloat16", "float8", "float8_both"]
 
-# A hint -> the types of values that it accepts, and how an error calls them.
+# A type hint -> the accepted types of values, and their name in errors.
 _TYPES = {int: ((int,), "an integer"), float: ((int, float), "a number"), bool: ((bool,), "true or false")}
 
 
@@ -34,7 +34,7 @@ class MoEConfig:
     The E = num_experts experts are split into Z prototypes of M = E / Z experts. K = Z * top_k experts compute each
     token: ``num_prototypes=1`` is top-k routing, ``top_k=1`` is the "Z top-1" of M6-T (arXiv 2105.15082), section 3.
 
-    ``__post_init__`` checks all values and combinations, and is the only place that does.
+    ``__post_init__`` checks all values and combinations. No other place checks them.
 
     Attributes:
         num_experts: E, the number of experts of the layer.
@@ -204,31 +204,35 @@ class MoEConfig:
 
     @property
     def kept_share(self) -> float:
-        """The share of a token's K choices that the training's capacity leaves over if all experts are chosen equally
-        often, without ``min_capacity``, rounding and chance, which matter less the more tokens there are; for a number
-        of tokens see ``moe.expectation``."""
+        """The share of a token's K choices that the training capacity keeps if all experts are chosen equally often.
+
+        ``min_capacity``, rounding and chance are left out: their effect shrinks as the number of tokens grows. For a
+        given number of tokens see ``moe.expectation``.
+        """
         if self.capacity_factor is None:
             return 1.0
         return min(1.0, self.capacity_factor / (1 if self.capacity_rule == "k" else self.experts_per_token))
 
     def exchange_parts(self, ep_size: int) -> int:
-        """Returns in how many parts a layer exchanges its tokens: 1 if all experts are on this rank."""
+        """Returns the number of parts in which a layer exchanges its tokens: 1 if all experts are on this rank."""
         return self.overlap_parts if ep_size > 1 else 1
 
     def capacity(self, num_tokens: int, training: bool) -> int | None:
-        """Returns the most tokens that one expert computes of ``num_tokens`` tokens; None: there is no limit.
+        """Returns C, the largest number of tokens that one expert computes of ``num_tokens``; None: there is no limit.
 
-        Under the rule "k" it is C = max(min_capacity, ceil(factor * K * T / E)): GShard (arXiv 2006.16668),
-        section 2.2, with M6-T's factor. The rule "1" leaves out K (M6-T, section 3.2). It is at least 1 if there are
-        tokens.
+        Under the rule "k", C = max(min_capacity, ceil(factor * K * T / E)): GShard (arXiv 2006.16668), section 2.2,
+        with M6-T's factor. The rule "1" leaves out K (M6-T, section 3.2). C is at least 1 if there are tokens.
         """
         slots = self._slots(num_tokens, training)
         # 1.1 * 100 / 10 gives 11.000000000000002
         return None if slots is None else max(self.min_capacity, math.ceil(slots * (1 - 1e-12)))
 
     def mean_capacity(self, num_tokens: int, training: bool) -> float | None:
-        """Returns the mean of C over the experts: factor * K * T / E or ``min_capacity`` if it is rounded at random,
-        and otherwise ``capacity``."""
+        """Returns the mean of C over the experts.
+
+        With random rounding in training it is factor * K * T / E, but at least ``min_capacity``; otherwise it equals
+        ``capacity``.
+        """
         slots, most = self._slots(num_tokens, training), self.capacity(num_tokens, training)
         if slots is None or most is None or not training or self.capacity_rounding == "up":
             return most

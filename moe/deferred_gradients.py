@@ -1,7 +1,7 @@
-"""Gradients of weights that are computed while tokens are on their way, not before they set out.
+"""Deferred weight gradients: computed while an all-to-all is in flight, not before it starts.
 
-The two gradients of a linear map do not depend on each other, and others wait only for that of its input (zero-bubble
-pipelines, arXiv 2401.10241, section 2, divide them likewise).
+The gradients of a linear map's weight and input do not depend on each other, and the rest of the backward pass waits
+only for the gradient of the input. Zero-bubble pipelines (arXiv 2401.10241, section 2) split them in the same way.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from moe.precision import autocast_dtype
 
 
 class DeferredGradient:
-    """The gradient of a weight by one of its uses.
+    """The weight gradient of one use of a weight.
 
     Attributes:
-        compute: computes it; set by the backward pass of the use.
+        compute: computes the gradient; set by the backward pass of the use.
     """
 
     compute: Callable[[], Tensor] | None = None
 
 
 class DeferredUses:
-    """The uses of a module's weight whose gradients are deferred, in their order.
+    """The uses of a module's weight with deferred gradients, in call order.
 
-    ``prepare`` adds a node to autograd's graph that computes the gradient. Of the nodes that are ready autograd runs
-    the one that the forward pass made last. So the gradient comes after the backward pass of what the forward pass did
-    between ``prepare`` and the use, except for what itself waits for other gradients.
+    ``prepare`` adds a node to autograd's graph; its backward pass computes the weight gradient. Among the ready nodes,
+    autograd runs the most recently created one first. The gradient is therefore computed after the backward pass of
+    all operations between ``prepare`` and the use, except operations still waiting for other gradients.
     """
 
     def __init__(self) -> None:
         self._prepared: list[tuple[Tensor, DeferredGradient]] = []
 
     def prepare(self, weight: Tensor) -> None:
-        """Adds the node for the next use that has none; nothing where there will be no gradient."""
+        """Adds a node for the next use without one; a no-op if the weight needs no gradient."""
         if torch.is_grad_enabled() and weight.requires_grad:
             deferred = DeferredGradient()
             self._prepared.append((_Deferred.apply(weight, deferred), deferred))
 
     def take(self, weight: Tensor) -> tuple[Tensor, DeferredGradient | None]:
-        """The weight for a use, and its deferred gradient; None if the use is not prepared."""
+        """Returns the weight for a use, and its deferred gradient; None if the use was not prepared."""
         return self._prepared.pop(0) if self._prepared else (weight, None)
 
     def clear(self) -> None:
-        """Forgets uses that never came, as after an error."""
+        """Forgets prepared uses without a forward pass, as after an error."""
         self._prepared.clear()
 
 
@@ -60,7 +60,7 @@ def defer_gradients(module: nn.Module) -> None:
 
 
 def forget_deferred(module: nn.Module) -> None:
-    """Forgets all uses that were prepared in a module and never came."""
+    """Forgets all prepared uses in a module without a forward pass."""
     for _, uses in _parts(module):
         uses.clear()
 
@@ -71,7 +71,7 @@ def _parts(module: nn.Module) -> list[tuple[nn.Module, DeferredUses]]:
 
 
 class DeferredLinear(nn.Linear):
-    """A linear map with a bias; the gradient of its weight is deferred where it is prepared."""
+    """A linear map with a bias. Its weight gradient is deferred for prepared uses."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features)
@@ -84,7 +84,7 @@ class DeferredLinear(nn.Linear):
 
 
 class _Deferred(torch.autograd.Function):
-    """Returns the weight; its backward pass computes the gradient."""
+    """Returns the weight. The backward pass computes the deferred gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, deferred: DeferredGradient) -> Tensor:
@@ -99,7 +99,7 @@ class _Deferred(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map that leaves the gradient of its weight behind."""
+    """A linear map. Its backward pass stores the computation of the weight gradient in ``deferred``."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor, deferred: DeferredGradient) -> Tensor:
@@ -120,5 +120,5 @@ class _Linear(torch.autograd.Function):
 
 
 def placeholder(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Stands for a deferred gradient, so that autograd goes on to the node that computes it."""
+    """Returns zeros in place of a deferred gradient. Autograd needs a value to continue to the node of ``prepare``."""
     return weight.new_zeros((), dtype=dtype).expand(weight.shape)

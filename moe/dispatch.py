@@ -1,4 +1,4 @@
-"""What a dispatcher is, which brings tokens to experts and outputs back, and the one for experts on this rank."""
+"""The interfaces of dispatchers, which bring tokens to experts and outputs back, and the local dispatcher."""
 
 from collections.abc import Callable, Generator
 from typing import Protocol
@@ -15,7 +15,7 @@ class Dispatcher(Protocol):
     """Brings tokens to the ranks of their experts, and the experts' outputs back.
 
     Attributes:
-        traffic: the bytes that it has sent to other ranks so far.
+        traffic: the bytes sent to other ranks so far.
     """
 
     traffic: Traffic
@@ -33,45 +33,45 @@ class Dispatcher(Protocol):
             tokens: [T, D].
             routing: the pairs of these tokens with the experts of the whole layer.
             experts: the experts of this rank.
-            beside: computes for some of the tokens [N, D] what is added to their outputs [N, D], such as the shared
-                experts' output; it is called while tokens are on their way.
+            beside: a branch concurrent with the exchange, such as the shared experts. It maps some of the tokens [N, D]
+                to a summand of their outputs [N, D]. It is called while tokens are in flight.
 
         Returns:
             [T, D] in the type of ``tokens``.
         """
 
     def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> "Trip":
-        """Returns the same call as a trip, which the caller can interrupt while rows are on their way."""
+        """Returns the same call as a generator, suspended while rows are in flight."""
 
 
 Trip = Generator[None, None, Tensor]
 
 
 class Exchange(Protocol):
-    """Brings tokens to the experts and back, and can be interrupted while they are on their way.
+    """Dispatches tokens to the experts and combines the outputs. The caller can compute while rows are in flight.
 
     Attributes:
-        traffic: the bytes that it has sent to other ranks so far.
-        num_hops: from how many exchanges one after the other the way to the experts consists, and the way back.
+        traffic: the bytes sent to other ranks so far.
+        num_hops: the number of consecutive exchanges of the dispatch; the combine has as many.
     """
 
     traffic: Traffic
     num_hops: int
 
     def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> Trip:
-        """Exchanges the numbers that the trip needs to know.
+        """Exchanges the counts of rows, and returns the rest of the call as a generator.
 
-        The arguments are those of ``Dispatcher``.
+        The arguments are the same as for ``Dispatcher``.
 
         Returns:
-            The trip. It pauses whenever rows are on their way: H = ``num_hops`` times towards the experts and H times
-            on the way back, so it has 2 H + 1 stages, and the experts compute in stage H, counted from 0. Its value is
+            The generator. It pauses whenever rows are in flight: H = ``num_hops`` times in the dispatch and H times in
+            the combine. So it has 2 H + 1 stages, and the experts compute in stage H, counted from 0. Its value is
             the output [T, D].
         """
 
 
 class LocalDispatcher:
-    """The dispatcher for layers whose experts are all on this rank, and the last exchange of those that are not."""
+    """The dispatcher of layers with all experts on this rank; with expert parallelism, the innermost exchange."""
 
     num_hops = 0
 
@@ -99,7 +99,7 @@ class LocalDispatcher:
 def combine(rows: Tensor, routing: Routing, tokens: Tensor) -> Tensor:
     """Sums the experts' outputs [R, D] by token, weighted by the gates, into [T, D].
 
-    The sum has the gates' precision, which is float32 or better, because a token may have an output from each of many
+    The sum has the gates' precision, float32 or better, because a token may have an output from each of many
     prototypes. The result has the type of ``tokens``.
     """
     weighted = rows * routing.gates[:, None]

@@ -1,9 +1,9 @@
-"""The ways to experts on other ranks of an expert-parallel group.
+"""Exchanges with experts on other ranks of an expert-parallel group.
 
-Experts are numbered group by group, inside of a group prototype by prototype, and rank r of n holds the r-th of n equal
-parts of the numbers.
+Experts are numbered group by group, inside a group prototype by prototype. Rank r of n holds the r-th of n equal parts
+of the numbers.
 ``AllToAllExchange`` brings tokens to the right rank by itself. The other two bring tokens to a part of the group, and
-an inner exchange brings them to the right rank of that part.
+an inner exchange brings them to the right rank of this part.
 """
 
 from typing import NamedTuple
@@ -20,11 +20,11 @@ from moe.routing import Routing
 class AllToAllExchange:
     """Sends every (token, expert) pair to the rank of its expert, and the output back; the gates are not sent.
 
-    There is one exchange each way for all prototypes. Nothing is padded: the ranks first tell each other how many rows
-    they will send, for which the host waits for the device once.
+    One all-to-all in each direction serves all prototypes. Nothing is padded: the ranks first exchange the counts of
+    rows. The host waits for the device once, for these counts.
 
     Args:
-        ranks: joins all ranks of the expert-parallel group, or of the part that an outer exchange leaves.
+        ranks: connects all ranks of the expert-parallel group, or of one part of an outer exchange.
     """
 
     num_hops = 1
@@ -58,22 +58,22 @@ class AllToAllExchange:
 class PrototypeExchange:
     """Sends all tokens to all ranks by an all-gather, and the outputs back by a reduce-scatter.
 
-    It is for ranks that hold whole prototypes. Each token has as many pairs in one prototype as in any other, so every
-    rank needs every token and computes equally many pairs, whatever the router does. The reduce-scatter sums over the
-    prototypes. MoGE (arXiv 2505.21411) has the same routing, without this exchange.
+    It is for ranks with whole prototypes. Each token has as many pairs in one prototype as in any other. Every rank
+    therefore needs every token and computes equally many pairs, whatever the router does. The reduce-scatter sums over
+    the prototypes. MoGE (arXiv 2505.21411) has the same routing, without this exchange.
 
-    Ranks with fewer tokens are padded to the number of the rank with the most. The ranks therefore tell each other
-    their numbers of tokens, and of pairs that are left after a capacity; for this the host waits for the device once.
-    ``equal_tokens`` avoids it.
+    Every rank pads its tokens to the largest number of tokens of a rank. The ranks therefore exchange their numbers of
+    tokens, and of pairs left after a capacity. The host waits for the device once, for these numbers.
+    ``equal_tokens`` avoids this wait.
 
     Args:
-        ranks: joins the ranks whose prototypes differ.
+        ranks: connects ranks with different prototypes.
         inner: brings the tokens to the experts of this rank's prototypes.
         pairs_per_token: the number of pairs of each token on this rank.
-        equal_tokens: the caller promises that all ranks always bring the same number of tokens and drop no pair.
+        equal_tokens: a promise of the caller: all ranks always bring the same number of tokens and drop no pair.
 
     Raises:
-        ValueError: on a call, if the number of pairs shows that the promise is broken.
+        ValueError: on a call, if the number of pairs contradicts the promise.
     """
 
     def __init__(self, ranks: Collectives, inner: Exchange, pairs_per_token: int, equal_tokens: bool = False) -> None:
@@ -115,12 +115,12 @@ class PrototypeExchange:
 
 
 class NodeExchange:
-    """Sends every token once to each node that has experts for it; an inner exchange distributes it there.
+    """Sends every token once to each node with experts for it; an inner exchange distributes it there.
 
     The node sums the token's outputs, so one row goes back. The host waits for the device once.
 
     Args:
-        ranks: joins the ranks that have the same position in their nodes.
+        ranks: connects the ranks with the same position in their nodes.
         inner: the exchange among the ranks of a node.
     """
 
@@ -133,7 +133,7 @@ class NodeExchange:
         size, num_tokens = self.ranks.size, len(tokens)
         counts = routing.counts.view(size, -1)
         nodes = _sources(counts.sum(1), len(routing.tokens))
-        # One row for each (node, token) that occurs, sorted by node and then by token.
+        # One row for each existing pair (node, token), sorted by node and then by token.
         keys = nodes * num_tokens + routing.tokens
         occurs = counts.new_zeros(size * num_tokens).index_fill(0, keys, 1)
         rows_per_node = occurs.view(size, num_tokens).sum(1)
@@ -168,7 +168,7 @@ class NodeExchange:
 
 
 class _Pairs(NamedTuple):
-    """How many pairs go from rank to rank. The lists have one entry for each rank.
+    """The numbers of pairs sent between ranks. The lists have one entry for each rank.
 
     Attributes:
         received_counts: [n, E / n] pairs from each rank for each of this rank's experts.
@@ -182,10 +182,10 @@ class _Pairs(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """How many rows of tokens go from rank to rank. The lists have one entry for each rank.
+    """The numbers of token rows sent between ranks. The lists have one entry for each rank.
 
     Attributes:
-        first_received: [n] where the rows from each rank begin among the received ones.
+        first_received: [n] the index of each rank's first row among the received rows.
         sent: rows from this rank to each rank.
         received: rows from each rank to this one.
     """
@@ -196,11 +196,11 @@ class _Rows(NamedTuple):
 
 
 def _exchange_counts(ranks: Collectives, counts: Tensor, num_rows: Tensor) -> tuple[_Pairs, _Rows]:
-    """Tells each rank how many pairs of each of its experts and how many rows this rank will send to it.
+    """Exchanges the counts of pairs (for each expert) and of rows between all ranks, before the data.
 
     Args:
-        counts: [n, E / n] the pairs of each rank's experts.
-        num_rows: [n] the rows for each rank.
+        counts: [n, E / n] this rank's pairs for each rank's experts.
+        num_rows: [n] this rank's rows for each rank.
     """
     reply = ranks.exchange(torch.cat((counts, num_rows[:, None]), 1)).wait()
     received_counts, received_rows = reply[:, :-1], reply[:, -1]
@@ -211,12 +211,12 @@ def _exchange_counts(ranks: Collectives, counts: Tensor, num_rows: Tensor) -> tu
 
 
 class _PendingPairs:
-    """Pairs on their way to the ranks of their experts. They start before the rows, which take longer.
+    """Pairs in flight to the ranks of their experts. They start before the rows, because rows take longer.
 
     Args:
         routing: the pairs of this rank's tokens.
-        positions: [R] the index of each pair's row among the rows that this rank sends to the same destination.
-        pairs: how many pairs go where.
+        positions: [R] the index of each pair's row among this rank's rows for the same destination.
+        pairs: the number of pairs for each destination.
     """
 
     def __init__(self, ranks: Collectives, routing: Routing, positions: Tensor, pairs: _Pairs) -> None:
@@ -226,10 +226,10 @@ class _PendingPairs:
         self._rows = ranks.exchange(positions.int(), pairs.sent, pairs.received)
 
     def wait(self, first_rows: Tensor) -> Routing:
-        """Waits for the pairs of this rank's experts, and sorts them by expert and then by the rank they came from.
+        """Waits for the pairs of this rank's experts, and sorts them by expert and then by source rank.
 
         Args:
-            first_rows: [n] where the rows from each rank begin on this rank.
+            first_rows: [n] the index of each source rank's first row on this rank.
         """
         counts, gates = self._pairs.received_counts, self._gates.wait().squeeze(1)
         rows = self._rows.wait() + first_rows[_sources(counts.sum(1), len(gates))]
@@ -238,12 +238,12 @@ class _PendingPairs:
 
 
 def _sources(counts: Tensor, total: int) -> Tensor:
-    """Returns [total] which of n groups each item belongs to; ``counts`` [n] has the groups' sizes."""
+    """Returns the group number of each item, [total]; ``counts`` [n] has the sizes of n groups."""
     return torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=total)
 
 
 def _order_by_expert(received_counts: Tensor, total: int) -> Tensor:
-    """Returns the order that sorts pairs by expert and then by source; they are sorted by source and then by expert."""
+    """Returns the permutation from pairs sorted by source, then expert, to pairs sorted by expert, then source."""
     size, num_local_experts = received_counts.shape
     experts = torch.arange(num_local_experts, device=received_counts.device).repeat(size)
     return experts.repeat_interleave(received_counts.reshape(-1), output_size=total).argsort(stable=True)

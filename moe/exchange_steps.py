@@ -1,4 +1,4 @@
-"""How tokens reach the ranks of their experts: in which steps, decided from the settings alone."""
+"""The steps of an exchange between tokens and the ranks of their experts. They depend only on the settings."""
 
 import math
 from typing import Literal, NamedTuple
@@ -7,10 +7,10 @@ from moe.config import MoEConfig
 
 
 class ExchangeStep(NamedTuple):
-    """One step of the way to an expert's rank: it divides the ranks that are left into ``size`` parts and selects one.
+    """One step of the path to an expert's rank: it divides the remaining ranks into ``size`` parts and selects one.
 
     Attributes:
-        kind: what the parts differ in: their prototypes, their nodes, or in case of the last step their ranks.
+        kind: the difference between the parts: prototypes, nodes, or (in the last step) ranks.
         size: the number of parts.
     """
 
@@ -19,24 +19,24 @@ class ExchangeStep(NamedTuple):
 
 
 def exchange_steps(config: MoEConfig, ep_size: int) -> tuple[ExchangeStep, ...]:
-    """Decides how tokens are exchanged in a group of ``ep_size`` ranks.
+    """Chooses the steps of the exchange in a group of ``ep_size`` ranks.
 
-    There are two levels: between nodes first, and then inside them, if ``ranks_per_node`` divides the group. On each
-    level ``config.exchange`` "prototype" uses prototypes as far as they divide the ranks, and an all-to-all among ranks
-    that share a prototype.
+    If ``ranks_per_node`` divides the group there are two levels: first between nodes, then inside them. On each level
+    ``config.exchange`` "prototype" divides the ranks by prototype as far as possible, and uses an all-to-all among
+    ranks with the same prototype.
 
-    "auto" chooses what moves fewer rows. Let k be the pairs of a token that a capacity leaves over (all K without one),
-    n the ranks of a level, and g the parts that prototypes divide it into. The prototypes' exchange then moves g - 1
-    rows for each token between the parts and k (1 - g / n) inside them. The all-to-all moves k (1 - 1 / n), which is
-    (g - 1) (k / n - 1) more. So prototypes are used if k > n, and also if k = n = g. Between nodes a token is sent once
-    for all its pairs, so prototypes save nothing there unless g = n and all pairs are left over, which brings every
-    token to every node.
+    "auto" chooses the exchange with fewer rows. Let k be a token's pairs left after a capacity (all K without a
+    capacity), n the ranks of a level, and g the number of parts by prototype. The prototypes' exchange moves g - 1 rows
+    for each token between the parts and k (1 - g / n) inside them. The all-to-all moves k (1 - 1 / n): this is
+    (g - 1) (k / n - 1) more. So "auto" uses prototypes if k > n, and also if k = n = g. Between nodes a token is sent
+    once for all its pairs. Prototypes save nothing there unless g = n and no pair is dropped: then every token goes to
+    every node anyway.
 
     Returns:
         The steps in order; the product of their sizes is ``ep_size``.
 
     Raises:
-        ValueError: the numbers do not fit each other.
+        ValueError: ``num_experts``, ``ep_size``, ``ranks_per_node`` or the prototypes do not divide as needed.
     """
     if config.num_experts % ep_size:
         raise ValueError(f"ep_size {ep_size} does not divide num_experts {config.num_experts}")

@@ -1,4 +1,4 @@
-"""What an exchange sends, in closed form: the expectation over routers that choose all experts equally often."""
+"""Expected traffic of an exchange in closed form, for routers that choose all experts equally often."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _GATE_BYTES, _POSITION_BYTES, _NUMBER_BYTES = 4, 4, 8  # float32, int32, int64
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """What each rank sends in one step of an exchange, in one pass through one layer.
+    """Traffic from each rank in one step of an exchange, in one pass through one layer.
 
     Attributes:
-        peers: the other ranks of the step's group.
-        near_peers: those of them on the rank's own node.
-        rows: rows to other ranks, the same number towards the experts and back.
-        other_bytes: bytes of gates and positions to other ranks, and of the numbers that tell how much comes.
-        number_bytes: those of the numbers, which are exchanged before all else, by one collective for each part.
-        collectives: how many collectives the step has in all parts; each sends a message to every peer.
+        peers: the number of other ranks in the step's group.
+        near_peers: the number of peers on the rank's own node.
+        rows: rows to other ranks; the combine has as many as the dispatch.
+        other_bytes: bytes of gates, positions and counts to other ranks.
+        number_bytes: bytes of the counts, sent first, by one collective for each part; included in ``other_bytes``.
+        collectives: the number of collectives of all parts; each sends a message to every peer.
     """
 
     peers: int
@@ -35,11 +35,11 @@ class StepTraffic:
     collectives: int
 
     def num_bytes(self, to_experts: float, from_experts: float) -> tuple[float, float]:
-        """Bytes within the node and to other nodes.
+        """Returns the bytes sent within the node, and to other nodes.
 
         Args:
-            to_experts: bytes of a row on the way to the experts.
-            from_experts: bytes of a row on the way back.
+            to_experts: bytes of a row in the dispatch.
+            from_experts: bytes of a row in the combine.
         """
         total = self.rows * (to_experts + from_experts) + self.other_bytes
         near = total * self.near_peers / self.peers
@@ -49,16 +49,16 @@ class StepTraffic:
 def exchange_traffic(
     config: MoEConfig, ep_size: int, tokens: float, pairs: float, ranks_per_node: int, backward: bool = False
 ) -> tuple[StepTraffic, ...]:
-    """Returns what each rank sends in every step of ``exchange_steps``.
+    """Returns each rank's traffic in every step of ``exchange_steps``.
 
     Args:
         config: of the layer.
-        ep_size: ranks that share the experts.
+        ep_size: the size of the expert-parallel group.
         tokens: tokens of each rank.
-        pairs: (token, expert) pairs of each rank that a capacity left over.
-        ranks_per_node: neighbouring ranks on a node of the machine. ``config.ranks_per_node`` is what the exchange
-            takes for it.
-        backward: in the backward pass: no numbers and positions, and the gradients of gates.
+        pairs: (token, expert) pairs of each rank, without pairs dropped by a capacity.
+        ranks_per_node: neighbouring ranks on a node of the machine. The exchange itself assumes
+            ``config.ranks_per_node``.
+        backward: for the backward pass, without counts and positions, but with the gradients of gates.
 
     Raises:
         ValueError: as ``exchange_steps``.
@@ -72,7 +72,7 @@ def exchange_traffic(
         experts //= size
         near_peers = min(size, max(1, ranks_per_node // stride)) - 1
         far_pairs, numbers, collectives, reached = pairs * others / size, experts, 2, 1.0
-        if step.kind == "all_to_all":  # its rows are pairs, whose gates stay
+        if step.kind == "all_to_all":  # its rows are pairs; their gates are not sent
             sent_rows, gates = far_pairs, 0.0
         else:
             gates, numbers, collectives = far_pairs, experts + 1, 3
@@ -95,19 +95,19 @@ def exchange_traffic(
 
 @lru_cache(maxsize=1024)
 def nodes_of_token(config: MoEConfig, prototypes: int, num_nodes: int, kept: float) -> float:
-    """Returns the expected number of nodes that have an expert for a token.
+    """Returns the expected number of nodes with an expert for a token.
 
-    A token chooses its groups, all equally likely, then ``top_k`` different experts of each prototype in them, all
-    equally likely, and a capacity leaves each choice over with probability ``kept``. Of the M' experts of prototype z
-    that the token may choose, a node has e_z. It is left out with the probability
+    A token first chooses its groups, all equally likely. In them it chooses ``top_k`` different experts of each
+    prototype, all equally likely. A capacity keeps each choice with probability ``kept``. The token may choose among M'
+    experts of prototype z; e_z of them are on the node. The node receives nothing with the probability
 
         prod_z sum_i C(e_z, i) C(M' - e_z, top_k - i) / C(M', top_k) * (1 - kept)^i
 
-    A node has consecutive experts: whole groups and parts of up to two. Its e_z are those of the groups among them that
-    the token has chosen; the number of the whole ones has a hypergeometric distribution.
+    A node has consecutive experts: whole groups and parts of up to two more. Only experts in the token's groups count
+    for e_z. The number of the token's whole groups on the node has a hypergeometric distribution.
 
     Args:
-        prototypes: those of the nodes, all or, after an exchange by prototypes, some.
+        prototypes: the number of prototypes on these nodes: all, or fewer after an exchange by prototypes.
     """
     in_group = config.experts_per_prototype // config.num_groups
     group_size = in_group * prototypes
@@ -119,8 +119,8 @@ def nodes_of_token(config: MoEConfig, prototypes: int, num_nodes: int, kept: flo
 
 
 def _groups_of_node(first: int, end: int, in_group: int, prototypes: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """How many whole groups the experts from ``first`` to ``end`` are, and how many experts of each prototype they have
-    in groups that are not whole."""
+    """Returns the number of whole groups among experts ``first`` to ``end``, and for each partial group the number of
+    experts of each prototype."""
     whole, parts = 0, []
     group_size = in_group * prototypes
     for begin in range(first // group_size * group_size, end, group_size):
@@ -136,7 +136,7 @@ def _groups_of_node(first: int, end: int, in_group: int, prototypes: int) -> tup
 def _left_out(
     config: MoEConfig, prototypes: int, of_node: tuple[int, tuple[tuple[int, ...], ...]], kept: float
 ) -> float:
-    """The probability that a token has no expert on a node with these groups, see ``_groups_of_node``."""
+    """Returns the probability of a token without an expert on a node with these groups, see ``_groups_of_node``."""
     groups, chosen, top_k = config.num_groups, config.groups_per_token, config.top_k
     in_group = config.experts_per_prototype // groups
     allowed, (whole, parts) = chosen * in_group, of_node

@@ -1,4 +1,4 @@
-"""What a capacity is expected to leave over of a call's choices, before any token is routed."""
+"""The expected effect of a capacity: the share of choices kept, before any token is routed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moe.config import MoEConfig
 
 
 class ExpectedRouting(NamedTuple):
-    """What routed experts compute of the tokens of one call, in the mean.
+    """Expected routing of the tokens of one call.
 
     Attributes:
-        experts_per_token: (token, expert) pairs that are computed, over the tokens; K if none is dropped.
-        tokens_without_expert: share of the tokens without a computed pair, whose layer adds nothing but what shared
-            experts compute.
+        experts_per_token: computed (token, expert) pairs divided by tokens; K if none is dropped.
+        tokens_without_expert: share of the tokens without a computed pair. For these the layer adds only the output of
+            shared experts.
     """
 
     experts_per_token: float
@@ -26,22 +26,22 @@ class ExpectedRouting(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def expected_routing(config: MoEConfig, num_tokens: int, training: bool = True) -> ExpectedRouting:
-    """Returns the expectation over routers with balanced probabilities, whose choices are random.
+    """Returns the expectation over balanced routers with random choices.
 
     Every token chooses each ``top_k`` different experts of a prototype with equal probability, independently of other
     tokens. The load of an expert is then binomial, with T trials of probability p = K / E, and an expert of capacity C
-    computes E[min(load, C)] = p * sum over n < T of P(Bin(n, p) < C) pairs. That is exact for every configuration; a
-    capacity that is rounded at random is averaged over.
+    computes E[min(load, C)] = p * sum over n < T of P(Bin(n, p) < C) pairs. This is exact for every configuration. For
+    a randomly rounded capacity the result is the average over the rounding.
 
-    A token without an expert has lost all of its K pairs, which are taken to be lost independently of each other. In
-    the drop order "position" a choice of rank r of the token number t is lost if C of the r (T - 1) + t choices before
-    it are of the same expert. Early tokens keep all and late ones nothing, so a small capacity leaves more tokens
-    without an expert than if all lost their pairs equally often, as they do in the order "probability". There the share
-    is an upper estimate if the gates of a token depend on each other, so that it rarely loses all: with ``top_k`` above
-    1, ``normalize_gates`` or "global_softmax". Choices within few groups depend on each other too, and leave a little
-    more tokens without an expert. Tests bound the errors against ``route``.
+    A token without an expert has lost all of its K pairs. The losses are assumed to be independent. In the drop order
+    "position", the rank-r choice of token t is lost if C of the r (T - 1) + t choices before it are of the same expert.
+    Early tokens then keep all pairs and late ones none. A small capacity therefore leaves more tokens without an expert
+    than in the order "probability", where all tokens lose pairs equally often. In the order "probability" the share is
+    an upper estimate if a token's gates depend on each other: with ``top_k`` above 1, ``normalize_gates`` or
+    "global_softmax" a token rarely loses all pairs. Choices within few groups depend on each other too, and leave
+    slightly more tokens without an expert. Tests bound the errors against ``route``.
 
-    A router that is not balanced drops more.
+    An unbalanced router drops more.
 
     Args:
         num_tokens: T, without padding.
@@ -53,7 +53,7 @@ def expected_routing(config: MoEConfig, num_tokens: int, training: bool = True) 
     share = 1 + mean - most
 
     def kept(trials: Tensor, probability: float) -> Tensor:
-        """The probability that fewer than C of so many earlier choices are of the same expert."""
+        """Returns the probability of fewer than C choices of the same expert among ``trials`` earlier choices."""
         below = _fewer(most, trials, probability)
         return below if share == 1 else share * below + (1 - share) * _fewer(most - 1, trials, probability)
 
@@ -68,10 +68,10 @@ def expected_routing(config: MoEConfig, num_tokens: int, training: bool = True) 
 
 
 def _fewer(successes: int, trials: Tensor, probability: float) -> Tensor:
-    """P(Bin(n, probability) < successes) for each n of ``trials``, int64 and ascending by 1.
+    """Returns P(Bin(n, probability) < successes) for each n of ``trials``, int64 and ascending by 1.
 
-    It is the probability that the last of so many successes comes after the n-th trial; the number of that trial has a
-    negative binomial distribution.
+    This equals the probability of the last success coming after the n-th trial. The trial number of the last success
+    has a negative binomial distribution.
     """
     if successes <= 0:
         return torch.zeros(len(trials), dtype=torch.float64)

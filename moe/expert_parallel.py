@@ -24,32 +24,32 @@ def apply_expert_parallelism(
     equal_tokens: bool = False,
     same_tokens: torch.distributed.ProcessGroup | None = None,
 ) -> None:
-    """Replaces every ``MoELayer`` of ``model`` by one that holds ``num_experts / ep_size`` of its experts.
+    """Replaces every ``MoELayer`` of ``model`` by a layer with ``num_experts / ep_size`` of its experts.
 
     Rank r of a group of ``ep_size`` neighbouring ranks keeps the r-th part of the experts. The new layers are instances
-    of ``deepspeed.moe.layer.MoE``, so DeepSpeed's engine averages gradients of experts only over the ranks that hold
-    the same experts. Names of parameters do not change. The experts' parameters get the attributes ``allreduce=False``
+    of ``deepspeed.moe.layer.MoE``. DeepSpeed's engine therefore averages gradients of experts only over ranks with the
+    same experts. Names of parameters do not change. The experts' parameters get the attributes ``allreduce=False``
     and ``group_name``, in addition to ``first_expert`` and ``num_global_experts``. The model may be on the meta device.
-    ``ep_size=1`` changes nothing without ``same_tokens``. ``exchange_steps`` decides how tokens are exchanged.
+    Without ``same_tokens``, ``ep_size=1`` is a no-op. ``exchange_steps`` chooses the exchange.
 
     Call it on every rank, after ``deepspeed.init_distributed`` and before the optimizer is made. The optimizer's groups
     come from ``deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer``. ZeRO stages 0, 1 and 2 work.
-    Stages 1 and 2 clip by the norm of all gradients. Stage 0 in float32 does not: it clips by the mean over the ranks
-    of a norm that includes only the rank's own experts.
+    Stages 1 and 2 clip by the norm of all gradients. Stage 0 in float32 does not: each rank computes a norm with only
+    its own experts, and the mean of these norms clips.
 
-    DeepSpeed divides the gradients of experts, too, by the number of all ranks. So all gradients are those of the mean
-    over the whole batch if each rank's loss is
+    DeepSpeed divides all gradients by the number of all ranks, also the gradients of experts. They are the gradients of
+    the mean over the whole batch if each rank's loss is
 
         sum of its tokens' losses * number of ranks / number of tokens on all ranks
 
     Args:
-        equal_tokens: a promise that all ranks always call a layer with the same number of tokens, without padding, and
-            that no token is dropped. The prototypes' exchange then does not wait for the device.
-        same_tokens: the neighbouring ranks, this one among them, that always call a layer with the same tokens, such as
-            those of a tensor group; None: all ranks have tokens of their own. Each of them then brings a part of the
-            tokens to the experts, and the parts of the experts are those of all ranks as before. So layers are also
-            replaced with ``ep_size`` 1: gradients of experts are summed over all ranks, and divided by the number of
-            ranks with different tokens, which DeepSpeed's ``mpu`` says.
+        equal_tokens: a promise: all ranks always call a layer with the same number of tokens, without padding, and
+            no token is dropped. The prototypes' exchange then does not wait for the device.
+        same_tokens: neighbouring ranks, including this one, with the same tokens in every call, such as a tensor group;
+            None: every rank has its own tokens. Each rank of the group sends an equal part of the tokens to the
+            experts. The experts are divided over all ranks in either case. Layers are replaced even with ``ep_size``
+            1: gradients of experts are summed over all ranks, and divided by the number of ranks with different tokens
+            according to DeepSpeed's ``mpu``.
 
     Raises:
         ValueError: ``ep_size`` does not divide the number of ranks or does not fit a layer, or the model has no
@@ -60,7 +60,7 @@ def apply_expert_parallelism(
     world_size = torch.distributed.get_world_size()
     if ep_size < 1 or world_size % ep_size:
         raise ValueError(f"ep_size is {ep_size}; expected a divisor of the number of ranks, {world_size}")
-    replacements: dict[nn.Module, nn.Module] = {}  # a layer that is used in several places remains one layer
+    replacements: dict[nn.Module, nn.Module] = {}  # a layer used in several places is still one layer
     for parent in list(model.modules()):
         for name, layer in list(parent._modules.items()):
             if isinstance(layer, MoELayer):
@@ -86,7 +86,7 @@ def _expert_parallel_layer_class() -> Any:
 
     class ExpertParallelMoELayer(MoELayer, MoE):
         def __init__(self, layer: MoELayer, ep_size: int) -> None:
-            """Takes over the parts of ``layer``, and reduces its experts to those of this rank."""
+            """Takes over the submodules of ``layer``, and keeps only this rank's experts."""
             nn.Module.__init__(self)
             self.__dict__.update(vars(layer))
             num_experts = layer.config.num_experts
@@ -111,10 +111,10 @@ def _expert_parallel_layer_class() -> Any:
 
 
 def _make_groups(steps: tuple[ExchangeStep, ...], ep_size: int) -> list[torch.distributed.ProcessGroup]:
-    """Makes for every step the group of the ranks that differ from this one only in that step's part.
+    """Makes one process group for every step. Its ranks differ from this rank only in the part of this step.
 
-    The parts of the steps are the digits of a rank's number within its expert-parallel group, the first step's part
-    being the most significant digit.
+    The parts of the steps are the digits of a rank's number within its expert-parallel group. The part of the first
+    step is the most significant digit.
     """
     groups = []
     stride = ep_size

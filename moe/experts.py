@@ -12,7 +12,7 @@ from moe.precision import autocast_dtype
 
 
 class _FeedForward(nn.Module):
-    """What experts and shared experts have in common: the parameters of their networks."""
+    """The parameters of a feed-forward network, for experts and shared experts."""
 
     b_in: nn.Parameter | None
     b_out: nn.Parameter | None
@@ -26,7 +26,7 @@ class _FeedForward(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        """Makes weights and biases for ``inner_size`` units, with dimensions ``stack`` before those of a network."""
+        """Makes weights and biases for ``inner_size`` units. Their first dimensions are ``stack``."""
         rows = ACTIVATIONS[config.activation].inputs_per_unit * inner_size
         empty = functools.partial(torch.empty, device=device, dtype=dtype)
         self.w_in = nn.Parameter(empty(*stack, rows, hidden_size))
@@ -39,11 +39,11 @@ class Experts(_FeedForward):
     """E networks y = w_out act(w_in x + b_in) + b_out, without the biases by default as in M6-T (arXiv 2105.15082).
 
     ``w_in`` is [E, F, D] and ``w_out`` [E, D, F]; for swiglu ``w_in`` is [E, 2 F, D], first the rows of the gate, then
-    those of the value. ``b_in`` [E, F or 2 F] and ``b_out`` [E, D] exist with ``config.bias``.
+    the rows of the value. ``b_in`` [E, F or 2 F] and ``b_out`` [E, D] exist with ``config.bias``.
 
     Every parameter has the attributes ``first_expert``, the number of its first expert in the whole layer, and
-    ``num_global_experts``, the layer's number of experts. Code that initialises or saves experts finds an expert by
-    them on whichever rank it is.
+    ``num_global_experts``, the layer's number of experts. Initialisation and checkpoints use them to identify an expert
+    on any rank.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Experts(_FeedForward):
         self._add_parameters((config.num_experts,), hidden_size, ffn_hidden_size, config, device, dtype)
 
     def keep_local(self, first_expert: int, num_local_experts: int, group_name: str) -> None:
-        """Drops all experts but a range, whose gradients DeepSpeed averages only inside ``group_name``."""
+        """Keeps a range of experts and drops the others. DeepSpeed averages their gradients only in ``group_name``."""
         self.parameter_attributes |= {
             "first_expert": first_expert,
             "allreduce": False,
@@ -79,9 +79,9 @@ class Experts(_FeedForward):
     def add_adapters(self, rank: int, scale: float) -> None:
         """Freezes the parameters and adds a trained product to each expert's matrices: W + scale * B A.
 
-        Of the matrices NAME [E, Q, P] this adds NAME_lora_A [E, rank, P] and NAME_lora_B [E, Q, rank] (LoRA, arXiv
-        2106.09685). Each call makes the sum for all experts of this rank, as large as the matrices themselves. The
-        values of new parameters are not set.
+        For the matrices NAME [E, Q, P] this adds NAME_lora_A [E, rank, P] and NAME_lora_B [E, Q, rank] (LoRA, arXiv
+        2106.09685). Each forward pass makes the sums W + scale * B A of all experts on this rank; they take as much
+        memory as the matrices. The values of new parameters are not set.
         """
         self.adapter_scale = scale
         self.requires_grad_(False)
@@ -99,7 +99,7 @@ class Experts(_FeedForward):
         return torch.baddbmm(weight, up, down, alpha=self.adapter_scale)
 
     def draw_dropout(self, num_rows: int, device: torch.device) -> Tensor | None:
-        """Draws the mask of hidden units that dropout keeps, bool [R, F]; None if it keeps all."""
+        """Draws the mask of hidden units kept by dropout, bool [R, F]; None if dropout keeps all."""
         dropout = self.config.expert_dropout if self.training else 0.0
         return torch.rand(num_rows, self.w_out.shape[2], device=device) >= dropout if dropout else None
 
@@ -109,24 +109,24 @@ class Experts(_FeedForward):
         """Applies each expert to its rows.
 
         Args:
-            rows: [R, D] sorted by expert; with ``pairs`` the tokens [T, D] that the rows are copies of.
+            rows: [R, D] sorted by expert; with ``pairs`` the tokens [T, D], to be copied into rows.
             counts: [E] int64, the number of rows of each expert; some may be 0, and the sum is R.
             pairs: the token and the gate of each row.
-            row_values: the rows' dropout mask, if ``draw_dropout`` was called before; None: it is called here.
+            row_values: the rows' dropout mask, from an earlier ``draw_dropout``; None: the mask is drawn here.
 
         Returns:
             [R, D]; with ``pairs`` the sum of each token's rows weighted by their gates, [T, D]. The type is autocast's
             if autocast is on.
 
         Raises:
-            ValueError: the type of the rows differs from that of the weights.
+            ValueError: the rows and the weights have different types.
         """
         weights = (self._matrices("w_in"), self._matrices("w_out"), self.b_in, self.b_out)
         dtype = autocast_dtype(rows)
         if dtype is None:
             check_dtype(rows, self.w_in)
         else:
-            rows = rows.to(dtype)  # the operator converts the weights, of which autograd would keep the copies
+            rows = rows.to(dtype)  # the operator converts the weights: autograd would keep copies of them made here
 
         mask = row_values
         if mask is None:
@@ -147,8 +147,8 @@ class Experts(_FeedForward):
             keep,
         )
 
-    # Assignments, loading of weights, moves off the meta device and copies all make new parameter objects, which lack
-    # the attributes. The methods below set them again.
+    # Assignments, loading of weights, moves off the meta device and copies all make new parameter objects without the
+    # attributes. The methods below set them again.
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Registers a parameter and sets its attributes."""
@@ -171,22 +171,22 @@ class Experts(_FeedForward):
 
 
 def check_dtype(rows: Tensor, weight: Tensor) -> None:
-    """Checks that rows have the type of the weights.
+    """Checks the type of the rows.
 
     Raises:
-        ValueError: the types differ.
+        ValueError: it differs from the type of the weights.
     """
     if rows.dtype != weight.dtype:
         raise ValueError(f"the experts' weights are {weight.dtype}, but the tokens are {rows.dtype}")
 
 
 class SharedExperts(_FeedForward):
-    """S experts that compute every token, as one network of width S * F: DeepSeekMoE (arXiv 2401.06066), equation 9.
+    """S shared experts for every token, as one network of width S * F: DeepSeekMoE (arXiv 2401.06066), equation 9.
 
     With ``config.shared_expert_gate`` the output is multiplied by sigmoid(w_gate x), one number for each token, as in
     transformers' Qwen2-MoE. Initial weights near 0 make this factor about 1/2.
 
-    The parameters are those of ``Experts`` without the first dimension, and ``w_gate`` [1, D] with the gate.
+    The parameters are the same as in ``Experts`` without the first dimension, and with the gate also ``w_gate`` [1, D].
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class SharedExperts(_FeedForward):
         output = self._outer(hidden)
         return output if self.w_gate is None else output * nn.functional.linear(tokens, self.w_gate).sigmoid()
 
-    # The two products, which a model may divide over ranks.
+    # Two methods for the two products, so that a tensor-parallel model can replace them.
 
     def _inner(self, tokens: Tensor) -> Tensor:
         return nn.functional.linear(tokens, self.w_in, self.b_in)

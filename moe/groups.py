@@ -1,6 +1,6 @@
-"""The order of experts, and groups of them from which a token chooses: node-limited routing.
+"""The order of experts, and node-limited routing: a token chooses among the experts of a few groups.
 
-Experts are numbered group by group, inside of a group prototype by prototype. So a node that holds whole groups has
+Experts are numbered group by group, inside a group prototype by prototype. A node with whole groups therefore has
 experts of all prototypes.
 """
 
@@ -17,11 +17,11 @@ def by_prototype(values: Tensor, config: MoEConfig) -> Tensor:
 
 
 def best_groups(scores: Tensor, config: MoEConfig) -> Tensor:
-    """Finds the ``groups_per_token`` groups from which a token chooses its experts.
+    """Selects each token's best ``groups_per_token`` groups.
 
-    A group counts as much as the ceil(K / groups_per_token) highest scores among those K experts that the token would
-    choose in it, if it had no other: node-limited routing (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), where the
-    experts of a group need not belong to prototypes.
+    For every group, take the K experts chosen if the token had only this group. The group's score is the sum of the
+    ceil(K / groups_per_token) highest scores among them. This is node-limited routing (DeepSeek-V3, arXiv 2412.19437,
+    section 2.1.2), extended to prototypes.
 
     Args:
         scores: [T, Z, M], with the bias if there is one.
@@ -36,14 +36,14 @@ def best_groups(scores: Tensor, config: MoEConfig) -> Tensor:
 
 
 def of_groups(values: Tensor, groups: Tensor, config: MoEConfig) -> Tensor:
-    """Returns those of the values [T, Z, M] that belong to experts of each token's groups [T, groups_per_token]."""
+    """Gathers the values [T, Z, M] of the experts in each token's groups [T, groups_per_token]."""
     own = values.unflatten(-1, (config.num_groups, -1))
     index = groups[:, None, :, None].expand(-1, own.shape[1], -1, own.shape[-1])
     return own.gather(2, index).flatten(2)
 
 
 def among_all(choices: Tensor, groups: Tensor, config: MoEConfig) -> Tensor:
-    """Maps choices [T, Z, top_k] among what ``of_groups`` returns to the places in [0, M) of the chosen experts."""
+    """Maps choices [T, Z, top_k] from indices into the result of ``of_groups`` to indices in [0, M)."""
     in_group = config.experts_per_prototype // config.num_groups
     group = groups[:, None].expand(*choices.shape[:2], -1).gather(-1, choices // in_group)
     return group * in_group + choices % in_group

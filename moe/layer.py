@@ -16,14 +16,14 @@ from moe.routing import Router, RouterLosses, Routing, RoutingStats, route
 
 
 class MoEOutput(NamedTuple):
-    """What a layer returns.
+    """The output of a layer.
 
     Attributes:
         hidden_states: [..., D], zero at padding.
         aux_loss: [] the sum of the weighted auxiliary losses, to be added to the model's loss: a mean over tokens.
         stats: see ``RoutingStats``.
-        aux_losses: [...] what each token adds to that mean, before the division by their number; 0 at padding. None for
-            a part of tokens.
+        aux_losses: [...] the auxiliary losses of each token, 0 at padding; ``aux_loss`` is their mean without padding.
+            None for a part of the tokens.
     """
 
     hidden_states: Tensor
@@ -33,10 +33,10 @@ class MoEOutput(NamedTuple):
 
 
 class MoELayer(nn.Module):
-    """A feed-forward layer in which K of E experts compute each token: M6-T (arXiv 2105.15082), section 3.
+    """A feed-forward layer with E experts; K of them compute each token: M6-T (arXiv 2105.15082), section 3.
 
-    The layer stores nothing between calls, so activation checkpointing may repeat a call without an effect.
-    Its parameters are those of ``router``, ``experts`` and, with ``config.num_shared_experts``, ``shared``.
+    The layer stores nothing between calls, so activation checkpointing may repeat a call.
+    Its parameters belong to ``router``, ``experts`` and, with ``config.num_shared_experts``, ``shared``.
 
     Args:
         hidden_size: D.
@@ -47,7 +47,7 @@ class MoELayer(nn.Module):
     Attributes:
         hidden_size, ffn_hidden_size, config: the arguments.
         dispatcher: brings the tokens to the experts, see ``moe.dispatch``.
-        balance_group: the ranks whose tokens ``balance_scope`` "global_batch" counts; None: all.
+        balance_group: for ``balance_scope`` "global_batch", the ranks with tokens to count; None: all.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, deviation: float = 0.02, num_layers: int | None = None) -> None:
-        """Draws all matrices from a normal distribution, each expert's by themselves, and sets all biases to 0.
+        """Draws all matrices from a normal distribution, independently for each expert, and sets all biases to 0.
 
         Args:
             deviation: the standard deviation.
-            num_layers: the number of layers of the model. The matrices that write to the residual stream are divided by
-                sqrt(2 * num_layers), the root of the number of such matrices (GPT-2, section 2.3). None: they are not.
+            num_layers: the number of layers of the model. The matrices ``w_out``, with outputs to the residual stream,
+                are divided by sqrt(2 * num_layers), the root of their number (GPT-2, section 2.3). None: no division.
         """
         scale = 1 if num_layers is None else 1 / math.sqrt(2 * num_layers)
         for name, parameter in self.named_parameters():
@@ -93,11 +93,11 @@ class MoELayer(nn.Module):
 
         Args:
             hidden_states: [..., D].
-            token_mask: bool or integers [...], False or 0 at padding, which is neither routed nor counted, as the
-                ``attention_mask`` of transformers' tokenizers; None: there is no padding. A mask makes the host wait
-                for the device once. For ``balance_scope`` "sequence" tokens of a row with the same integer are a
+            token_mask: bool or integers [...], False or 0 at padding, like the ``attention_mask`` of transformers'
+                tokenizers. Padding is neither routed nor counted. None: there is no padding. A mask makes the host wait
+                for the device once. For ``balance_scope`` "sequence", tokens of a row with the same integer form a
                 sequence, and the host waits twice.
-            part: of which tokens these are a part, whose auxiliary losses are those of all; None: they are all.
+            part: the position of these tokens among all tokens of the auxiliary losses; None: these are all tokens.
 
         Raises:
             ValueError: a shape, type or device does not fit the layer.
@@ -109,7 +109,7 @@ class MoELayer(nn.Module):
         return _output(output, losses, stats, real, hidden_states)
 
     def trip(self, hidden_states: Tensor, token_mask: Tensor | None = None) -> Generator[None, None, MoEOutput]:
-        """The same call, which pauses twice: with tokens on their way to experts of other ranks, and on their way back.
+        """The forward pass as a generator with two pauses: one during the dispatch, one during the combine.
 
         The caller computes something else in the pauses, such as another micro-batch. Needs ``overlap_parts`` 1.
         """
@@ -121,7 +121,7 @@ class MoELayer(nn.Module):
         return _output(output, losses, stats, real, hidden_states)
 
     def _enter(self, hidden_states: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns the tokens without padding [T, D], and their places among all; None: there is no padding."""
+        """Returns the tokens without padding [T, D], and their indices among all tokens; None: there is no padding."""
         self._check(hidden_states, token_mask)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if token_mask is None:
@@ -133,7 +133,10 @@ class MoELayer(nn.Module):
     def _sequences(
         self, hidden_states: Tensor, token_mask: Tensor | None, real: Tensor | None, part: TokenPart | None
     ) -> Sequences | None:
-        """The sequences of the tokens, if each is balanced by itself: rows, or what integers tell apart in them."""
+        """Returns the sequences of the tokens for ``balance_scope`` "sequence", else None.
+
+        A sequence is a row, or all tokens of a row with the same integer in the mask.
+        """
         if self.config.balance_scope != "sequence" or not self.config.aux_loss_weight:
             return None
         shape = hidden_states.shape[:-1]
@@ -142,6 +145,7 @@ class MoELayer(nn.Module):
         numbers = places // max(shape[-1], 1)
         if token_mask is None or token_mask.dtype == torch.bool or not token_mask.numel():
             return Sequences(numbers, rows)
+        # 0 is padding, so the sequences of a row have the integers from 1 on.
         per_row = int(token_mask.max()) if part is None else part.whole.sequences_per_row
         return Sequences(numbers * per_row + token_mask.reshape(-1)[places] - 1, rows * per_row)
 
@@ -165,7 +169,7 @@ class MoELayer(nn.Module):
             )
         if not hidden_states.is_floating_point():
             raise ValueError(f"hidden_states is {hidden_states.dtype}; expected a floating-point type")
-        # Weights that accelerate offloads are on "meta" until their module is called.
+        # Weights offloaded by accelerate are on "meta" until their module is called.
         if hidden_states.device != weight.device and not weight.is_meta:
             raise ValueError(f"hidden_states is on {hidden_states.device}, but the layer on {weight.device}")
         if token_mask is None:
@@ -180,7 +184,7 @@ class MoELayer(nn.Module):
 
 
 def _output(output: Tensor, losses: RouterLosses, stats: RoutingStats, real: Tensor | None, like: Tensor) -> MoEOutput:
-    """Brings outputs [T, D] and losses [T] of the tokens at ``real`` into the shape of ``like``, 0 at padding."""
+    """Reshapes outputs [T, D] and losses [T] of the tokens at the indices ``real`` like ``like``, with 0 at padding."""
     of_tokens = losses.of_tokens
     if real is not None:
         size = like.shape[:-1].numel()

@@ -1,4 +1,4 @@
-"""The auxiliary losses of a router: one number for each token, whose mean is the loss of a call."""
+"""The auxiliary losses of a router: one number for each token. The loss of a call is their mean."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 class Sequences(NamedTuple):
-    """The sequences to which tokens belong.
+    """The assignment of tokens to sequences.
 
     Attributes:
         numbers: [T] int64, the sequence of each token.
-        total: how many sequences there are, G.
+        total: the number of sequences, G.
     """
 
     numbers: Tensor
@@ -32,22 +32,21 @@ def load_balancing_losses(
     sequences: Sequences | None = None,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor:
-    """Returns the mean over prototypes of M * sum_i f_i p_i of each token; the mean of all is 1 if the load is even.
+    """Returns each token's mean over prototypes of M * sum_i f_i p_i. The mean over tokens is 1 for an even load.
 
-    f_i is the share of the prototype's choices that fell on expert i; it has no gradient. p_i is the token's
-    probability of expert i. The mean over tokens is equation 4 of Switch Transformer (arXiv 2101.03961) in every
-    prototype.
+    f_i is the share of the prototype's choices of expert i; it has no gradient. p_i is the token's probability of
+    expert i. In every prototype, the mean over tokens is equation 4 of Switch Transformer (arXiv 2101.03961).
 
-    With the scope "global_batch", f_i is the share over the tokens of all ranks (arXiv 2501.11873, section 3), which
-    takes one all-reduce of E numbers over all ranks of ``group``. With the scope "sequence", it is the
-    share over the tokens of a sequence (DeepSeek-V3, arXiv 2412.19437, equation 17).
+    With the scope "global_batch", f_i is the share over the tokens of all ranks (arXiv 2501.11873, section 3). This
+    takes one all-reduce of E numbers over the ranks of ``group``. With the scope "sequence", f_i is the share over the
+    tokens of a sequence (DeepSeek-V3, arXiv 2412.19437, equation 17).
 
     Args:
         probabilities: [T, Z, M].
-        chosen_counts: [Z, M], how often each expert was chosen before any choice was dropped; [G, Z, M] by sequence.
+        chosen_counts: [Z, M], how often each expert was chosen, with dropped choices; [G, Z, M] by sequence.
         scope: "micro_batch", "global_batch" or "sequence".
         sequences: of the tokens, for the scope "sequence".
-        group: the ranks that have the layer, for the scope "global_batch"; None: all.
+        group: the ranks with this layer, for the scope "global_batch"; None: all.
 
     Returns:
         [T].
@@ -76,7 +75,7 @@ def z_losses(logits: Tensor) -> Tensor:
     Returns:
         [T].
     """
-    # torch.logsumexp asks whether there are any tokens, which a compiler does not know with padding.
+    # torch.logsumexp asks whether there are any tokens. With padding, a compiler does not know their number.
     largest = logits.detach().amax(-1, keepdim=True)
     log_z = (logits - largest).exp().sum(-1).log() + largest.squeeze(-1)
     return log_z.square().mean(-1)

@@ -1,4 +1,4 @@
-"""The order in which the parts of a layer's tokens are exchanged and computed, and the dispatcher that follows it."""
+"""The schedule of exchange and computation for the parts of a layer's tokens, and its dispatcher."""
 
 from collections.abc import Callable, Iterator
 
@@ -11,15 +11,15 @@ from moe.routing import Routing, divide, part_sizes
 
 
 def steps(num_parts: int, num_hops: int) -> Iterator[tuple[int, int | None]]:
-    """Yields what every rank does, in this order: (part, stage of its trip), see ``Exchange.trip``.
+    """Yields the schedule of every rank in order: (part, stage of its generator), see ``Exchange.trip``.
 
-    The stage None is what is computed beside the exchanges for the tokens of the part, such as shared experts.
+    The stage None stands for the concurrent branch of a part, such as shared experts.
 
-    A part starts immediately before the experts compute the part before it, and its first exchange is then under way
-    during that computation. What the experts have computed goes back while they compute the next part. So only the
-    first part's way there and the last part's way back have no experts beside them, and between nodes the exchanges
-    inside of a node. The shared experts compute there: for the last part on its way back, for the others on their way
-    there.
+    A part starts immediately before the experts compute the part before it. Its first exchange is in flight during this
+    computation. The combine of a part is in flight while the experts compute the next part. So the experts overlap with
+    all exchanges, except the first part's dispatch, the last part's combine and, with node exchanges, the exchanges
+    inside a node. The shared experts compute there: for the last part during its combine, for the others during their
+    dispatch.
 
     With one hop, two parts and E for the experts, from left to right::
 
@@ -42,10 +42,10 @@ def steps(num_parts: int, num_hops: int) -> Iterator[tuple[int, int | None]]:
 
 
 class OverlappingDispatcher:
-    """The dispatcher for experts on other ranks: it divides the tokens, so that one part is exchanged beside another.
+    """The dispatcher for experts on other ranks. It divides the tokens and overlaps the exchanges of the parts.
 
-    The choice of experts is made for all tokens before, so outputs and gradients do not depend on the number of parts,
-    except that the sums of gradients over rows are rounded in another order.
+    All tokens are routed before the division, so outputs and gradients do not depend on the number of parts. Only the
+    order of sums over rows, and so the rounding of gradients, depends on it.
 
     Args:
         exchange: brings the tokens to the experts.
@@ -69,7 +69,7 @@ class OverlappingDispatcher:
             routings = divide(routing, len(tokens), self.num_parts)
         outputs: list[Tensor] = []
         added: dict[int, Tensor] = {}
-        # All numbers are exchanged first: behind rows on the same connection they would wait, and the host for them.
+        # All counts are exchanged first: behind rows on the same connection they would wait, and the host with them.
         trips = [self.exchange.trip(*pair, experts) for pair in zip(parts, routings, strict=True)]
         runs = [_collect(trip, outputs) for trip in trips]
         for part, stage in steps(self.num_parts, self.exchange.num_hops):
@@ -81,10 +81,13 @@ class OverlappingDispatcher:
         return results[0] if self.num_parts == 1 else torch.cat(results)
 
     def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> Trip:
-        """See ``Dispatcher``; for one part: what the caller computes meanwhile takes the place of other parts.
+        """See ``Dispatcher``. Needs one part, because the caller's own computation overlaps instead of other parts.
 
-        It pauses for the outermost exchange alone, on the way there and back: those inside of a node are short, and a
-        computation beside them would only keep the experts from what has arrived.
+        It pauses only for the outermost exchange, in dispatch and combine. Exchanges inside a node are short, and
+        computation during them would only delay the experts.
+
+        Raises:
+            ValueError: there are several parts.
         """
         if self.num_parts > 1:
             raise ValueError(f"a trip has no parts, but overlap_parts is {self.num_parts}; expected 1")
@@ -97,5 +100,5 @@ class OverlappingDispatcher:
 
 
 def _collect(trip: Trip, outputs: list[Tensor]) -> Iterator[None]:
-    """Runs a trip stage by stage and appends its value; parts end in their order."""
+    """Runs a generator stage by stage and appends its value. Parts end in order."""
     outputs.append((yield from trip))

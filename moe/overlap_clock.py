@@ -1,5 +1,6 @@
-"""How long exchanges and computations take together, on a virtual clock: in the order of ``moe.overlap`` for the parts
-of a layer, and for whole passes that take turns."""
+"""A simulator of the overlap between exchanges and computation, on a virtual clock.
+
+It runs the schedule of ``moe.overlap`` for the parts of a layer, or interleaved passes through all layers."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,15 +10,15 @@ from moe.overlap import steps
 
 
 class Operation(NamedTuple):
-    """What a rank does next.
+    """One operation of a rank.
 
     Attributes:
-        kind: starts an exchange, waits for it, or computes: routed experts, what is computed beside the exchanges, or
-            gradients that nothing in the backward pass waits for, such as those of the weights beside; the forward
-            pass only notes their place.
+        kind: "start" starts an exchange and "wait" waits for it. "experts" computes routed experts and "beside" the
+            concurrent branch. "deferred" computes deferred weight gradients; in the forward pass it only marks their
+            position.
         part: the part of the tokens, or the pass.
-        hop: of an exchange, counted from 0 over the way there and the way back, in a pass over those of all layers;
-            otherwise 0.
+        hop: the number of an exchange, counted from 0 over dispatch and combine (in an interleaved pass over all
+            layers); otherwise 0.
     """
 
     kind: Literal["start", "wait", "experts", "beside", "deferred"]
@@ -27,7 +28,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """The time of one pass through a layer, without its router and the exchange of numbers, or of passes in turns.
+    """The time of one pass through a layer, or of interleaved passes, without the router and the exchange of counts.
 
     Attributes:
         total: seconds from the first start to the end of the last wait.
@@ -41,17 +42,17 @@ class Span:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the computation waits for an exchange."""
+        """Seconds of computation stalled by exchanges."""
         return self.total - self.compute
 
     @property
     def hidden(self) -> float:
-        """Seconds of exchanges beside computation."""
+        """Seconds of exchanges overlapped with computation."""
         return max(0.0, self.network - self.exposed)  # rounding may leave less than nothing
 
 
 def operations(num_parts: int, num_hops: int, backward: bool = False) -> Iterator[Operation]:
-    """Yields the operations of a forward pass in their order, or of a backward pass, which is mirrored."""
+    """Yields the operations of a forward pass in order, or of a backward pass: the mirrored forward pass."""
     if backward:
         yield from _mirrored(operations(num_parts, num_hops))
         return
@@ -68,12 +69,13 @@ def operations(num_parts: int, num_hops: int, backward: bool = False) -> Iterato
 
 
 def turns(num_passes: int, num_layers: int, num_hops: int, backward: bool = False) -> Iterator[Operation]:
-    """The same of passes through all layers: each goes on until its tokens are on their way, then the next one does.
+    """Yields the operations of interleaved passes through all layers. A pass runs until its tokens are in flight, then
+    the next pass runs.
 
-    Exchanges inside of a node, which are the inner hops, do not interrupt a pass. What is computed "beside" is all of a
-    layer but its experts, before its exchange. Its "deferred" gradients are computed when the gradients of its inputs
-    are on their way to the experts of the layer before, immediately before that exchange is waited for. In the first
-    layer, which has none before it, they come after the rest of the layer.
+    The inner hops (exchanges inside a node) do not interrupt a pass. "beside" stands for all computation of a layer
+    except its experts; it comes before the layer's exchange. A layer's "deferred" gradients are computed while the
+    gradients of its inputs are in flight to the experts of the previous layer, immediately before the wait for this
+    exchange. In the first layer they come after the rest of the layer.
     """
     if backward:
         yield from _mirrored(turns(num_passes, num_layers, num_hops))
@@ -116,19 +118,18 @@ def span(
     backward: bool = False,
     links: Sequence[int] | None = None,
 ) -> Span:
-    """Runs a pass on a clock. A rank computes one thing at a time, and exchanges on one link follow each other as they
-    started.
+    """Simulates a pass. A rank runs one computation at a time, and exchanges on a link run in the order of their start.
 
     Args:
-        there: seconds of one part's exchanges towards the experts, one for each hop; in the backward pass those of the
-            gradients that come back through these hops.
-        experts: seconds in which the experts compute one part.
-        back: seconds of the exchanges back, in their order; in the backward pass those of the gradients through them.
+        there: seconds of one part's dispatch exchanges, one for each hop; in the backward pass seconds of the gradients
+            through the same hops.
+        experts: seconds of the experts for one part.
+        back: seconds of one part's combine exchanges, in order; in the backward pass of the gradients through them.
         num_parts: the number of equal parts.
-        beside: seconds of what is computed for one part beside the exchanges, such as shared experts.
+        beside: seconds of the concurrent branch of one part, such as shared experts.
         backward: whether this is a backward pass.
-        links: which link each hop towards the experts uses, such as the network and the wires inside of a node; the
-            hops back use the same. None: all use one.
+        links: the number of each dispatch hop's link, such as the network between nodes or the links inside a node; the
+            combine uses the same links. None: all hops share one link.
     """
     hops = _hops(there, back, links)
     now = _clock(operations(num_parts, len(there), backward), hops, experts, beside)
@@ -146,10 +147,10 @@ def span_of_turns(
     links: Sequence[int] | None = None,
     deferred: float = 0.0,
 ) -> Span:
-    """The same of passes that take turns; seconds are those of one layer and pass.
+    """Simulates interleaved passes. Seconds are of one layer and pass; the other arguments are as for ``span``.
 
     Args:
-        deferred: seconds of ``beside`` for gradients that nothing waits for; 0 in the forward pass.
+        deferred: the part of ``beside`` for deferred weight gradients; 0 in the forward pass.
 
     Raises:
         ValueError: ``deferred`` is more than ``beside``.
@@ -163,7 +164,7 @@ def span_of_turns(
 
 
 def _hops(there: Sequence[float], back: Sequence[float], links: Sequence[int] | None) -> list[tuple[float, int]]:
-    """The seconds and the link of each hop, there and back."""
+    """Returns the seconds and the link of each hop, of dispatch and combine."""
     used = [0] * len(there) if links is None else [*links]
     return list(zip([*there, *back], [*used, *used[::-1]], strict=True))
 
@@ -171,7 +172,7 @@ def _hops(there: Sequence[float], back: Sequence[float], links: Sequence[int] | 
 def _clock(
     order: Iterable[Operation], hops: Sequence[tuple[float, int]], experts: float, beside: float, deferred: float = 0.0
 ) -> float:
-    """The time at which a rank has ended all operations."""
+    """Returns the end of all operations of a rank, in seconds from the start."""
     seconds, now = {"experts": experts, "beside": beside, "deferred": deferred}, 0.0
     free: dict[int, float] = {}
     ends: dict[tuple[int, int], float] = {}

@@ -1,4 +1,4 @@
-"""Tokens that a layer routes in several calls, with the auxiliary losses of one call for all of them."""
+"""Tokens routed in several calls of a layer, with the same auxiliary losses as in one call."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from moe.losses import Sequences, shares_of
 
 
 class TokenParts:
-    """What the calls of a layer leave for each other. All forward passes come before the first backward pass.
+    """Shared state of the calls of a layer. All forward passes come before the first backward pass.
 
     Args:
-        num_tokens: of all calls, without padding.
-        sequences_per_row: how many sequences a row has at most.
+        num_tokens: the number of tokens of all calls, without padding.
+        sequences_per_row: the largest number of sequences in a row.
     """
 
     def __init__(self, num_tokens: int, sequences_per_row: int = 1) -> None:
         self.num_tokens, self.sequences_per_row = num_tokens, sequences_per_row
         # Part -> probabilities [G, Z, M], summed over its tokens, and counts of choices [G, Z, M], of each sequence or
-        # of all tokens together. Activation checkpointing repeats a call, which then writes the same.
+        # of all tokens together. If activation checkpointing repeats a call, the call writes the same values again.
         self._sums: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor] = {}
 
     def add(self, part: int, sums: Tensor, counts: Tensor) -> Tensor:
-        """Adds a part, and returns by how much the loss of all parts so far grew."""
+        """Adds a part, and returns the growth of the loss of all parts so far."""
         before = self._loss(sums)
         self._sums[part], self._counts[part] = sums, counts
         return self._loss(sums) - before
 
     def gradient(self) -> Tensor:
-        """The gradient [G, Z, M] of the loss of all parts by sums of probabilities: M f_i / (Z T)."""
+        """Returns the gradient [G, Z, M] of the loss of all parts by the sums of probabilities: M f_i / (Z T)."""
         counts = torch.stack([*self._counts.values()]).sum(0)
         num_prototypes, experts_per_prototype = counts.shape[1:]
         return shares_of(counts) * (experts_per_prototype / num_prototypes / max(self.num_tokens, 1))
@@ -44,11 +44,11 @@ class TokenParts:
 
 
 class TokenPart(NamedTuple):
-    """The tokens of one call.
+    """One call among the calls for all tokens.
 
     Attributes:
-        whole: of all calls.
-        number: of the call.
+        whole: the shared state of all calls.
+        number: the number of this call.
     """
 
     whole: TokenParts
@@ -58,14 +58,14 @@ class TokenPart(NamedTuple):
 def load_balancing_loss_of_part(
     probabilities: Tensor, chosen_counts: Tensor, part: TokenPart, sequences: Sequences | None = None
 ) -> Tensor:
-    """Returns a part's share of the mean of ``load_balancing_losses``: the shares of all parts add up to it.
+    """Returns a part's summand of the mean of ``load_balancing_losses`` over all tokens.
 
-    The shares f_i of all tokens are known when the last part has gone forward, in time for all backward passes.
+    The shares f_i of all tokens are known after the forward pass of the last part, in time for all backward passes.
 
     Args:
         probabilities: [T, Z, M] of the part.
-        chosen_counts: [Z, M] of the part, or [G, Z, M].
-        sequences: of the part's tokens, if the loss counts each by itself.
+        chosen_counts: [Z, M] of the part, or [G, Z, M] by sequence.
+        sequences: of the part's tokens, if each sequence is balanced by itself.
     """
     loss: Tensor = _LossOfPart.apply(probabilities, chosen_counts, part, sequences)
     return loss

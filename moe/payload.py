@@ -1,4 +1,4 @@
-"""Number formats of rows that are sent between ranks."""
+"""Number formats of the rows of an all-to-all."""
 
 from typing import Protocol
 
@@ -12,16 +12,16 @@ _SCALE_BYTES = 4
 
 
 class Codec(Protocol):
-    """Encodes rows as one tensor with as many rows, so that one collective carries it and can split it by rows."""
+    """Encodes rows as one tensor with as many rows. A single collective can then carry them and split them by rows."""
 
     def encode(self, rows: Tensor) -> Tensor:
         """Encodes [R, D] as [R, ...], contiguous."""
 
     def decode(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-        """Decodes what ``encode`` returned into [R, D] of type ``dtype``."""
+        """Decodes the result of ``encode`` into [R, D] of type ``dtype``."""
 
     def row_bytes(self, width: int, element_bytes: int) -> int:
-        """Returns the bytes of an encoded row of ``width`` numbers, each of ``element_bytes`` before."""
+        """Returns the bytes of an encoded row of ``width`` numbers; each has ``element_bytes`` before encoding."""
 
 
 class Identity:
@@ -59,7 +59,7 @@ class BFloat16:
 class Float8:
     """Rounds to float8 e4m3 with one float32 scale for each row: [R, D + 4] bytes.
 
-    The error of a number is at most 2^-4 of it, or 2^-18 of the row's largest number if that is more.
+    The error of a number is at most 2^-4 of the number or 2^-18 of the row's largest number, whichever is larger.
     """
 
     def encode(self, rows: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ class Float8:
 
 
 IDENTITY = Identity()
-# The codecs towards the experts and back. What comes back is still to be summed, so "float8" uses bfloat16 for it, as
-# DeepSeek-V3 (arXiv 2412.19437), section 3.3.3, does. "float8_both" rounds it, too: the sums are those of rounded rows.
+# The codecs of dispatch and combine. Outputs are summed after the combine, so "float8" sends them in bfloat16 like
+# DeepSeek-V3 (arXiv 2412.19437), section 3.3.3. "float8_both" rounds them to float8 before the sum.
 CODECS: dict[Payload, tuple[Codec, Codec]] = {
     "same": (IDENTITY, IDENTITY),
     "bfloat16": (BFloat16(), BFloat16()),

@@ -1,4 +1,4 @@
-"""Queries of autocast that also work on devices without autocast, such as the meta device."""
+"""Queries of autocast. They also work on devices without autocast, such as the meta device."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -14,7 +14,7 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """Returns the type to which autocast converts this tensor; None if it is off, and for float64, which it leaves."""
+    """Returns autocast's type for this tensor; None if autocast is off, and for float64, never converted by it."""
     device_type = tensor.device.type
     if tensor.dtype == torch.float64:
         return None

@@ -8,18 +8,18 @@ from torch.distributed import ProcessGroup
 
 _Made = dict[tuple[str, tuple[int, ...]], ProcessGroup | None]
 _made: WeakKeyDictionary[ProcessGroup, _Made] = WeakKeyDictionary()
-"""By the group of all ranks: when that is destroyed, all others are."""
+"""Keyed by the group of all ranks, because its destruction destroys all other groups."""
 
 
 def group_of(ranks: Sequence[int], purpose: str) -> ProcessGroup | None:
-    """Returns the group of ``ranks``, or None on other ranks. All ranks call this function, in one order.
+    """Returns the group of ``ranks``, or None on other ranks. All ranks must call this function in the same order.
 
-    torch.distributed keeps a group, with the memory of its communicator, until the end. So a model that is built again
-    gets the groups of the first one.
+    torch.distributed keeps a group and the memory of its communicator until the end of the process. A second model in
+    the process therefore reuses the groups of the first.
 
     Args:
-        purpose: groups of the same ranks for other purposes have communicators of their own, which need not wait for
-            each other.
+        purpose: each purpose has its own group and communicator for the same ranks, so that collectives of different
+            purposes do not wait for each other.
     """
     world = torch.distributed.group.WORLD
     assert world is not None, "torch.distributed is not initialized"

@@ -1,4 +1,4 @@
-"""The router: which experts compute which tokens, the gates, the capacity, and the statistics of the choice."""
+"""The router: choice of experts, gates, capacity, and routing statistics."""
 
 import itertools
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from moe.wide_linear import WideLinear
 
 
 class RoutingStats(NamedTuple):
-    """How this rank's tokens were routed. All tensors are float32, on the tokens' device, and have no gradients.
+    """Routing statistics of this rank's tokens: float32, on the tokens' device, without gradients.
 
     Attributes:
-        expert_counts: [E] how many tokens each of the layer's experts computed.
-        dropped: [Z] how many (token, expert) pairs of each prototype were dropped because the expert was full.
+        expert_counts: [E] the number of tokens computed by each expert of the layer.
+        dropped: [Z] the number of (token, expert) pairs of each prototype dropped because the expert was full.
         num_tokens: [] the number of tokens without padding.
         router_entropy: [Z] mean over tokens of the entropy of the probabilities, in nats; NaN if a logit is not finite.
-        chosen_counts: [E] how many tokens chose each expert, including those that were dropped.
-        without_expert: [] how many tokens lost all of their pairs, so that no routed expert computed them.
+        chosen_counts: [E] the number of choices of each expert, including dropped pairs.
+        without_expert: [] the number of tokens without a computed pair: all their pairs were dropped.
         gate_sum: [] the sum of the gates of all computed pairs.
     """
 
@@ -42,8 +42,8 @@ class RouterLosses(NamedTuple):
     """The weighted auxiliary losses of a call.
 
     Attributes:
-        mean: [] over the call's tokens; of a part of tokens its share of the mean over all.
-        of_tokens: [T] the number of each token, of which it is the mean; None for a part of tokens.
+        mean: [] over the call's tokens; for a part of the tokens, its summand of the mean over all tokens.
+        of_tokens: [T] the loss of each token; ``mean`` is their mean. None for a part of the tokens.
     """
 
     mean: Tensor
@@ -57,8 +57,8 @@ class Routing(NamedTuple):
         tokens: [R] int64, the index of each pair's token.
         gates: [R] float, the factor of each expert output.
         counts: [E] int64, the number of pairs of each expert.
-        by_token: the pairs sorted by token [R] int64, and where each token's pairs begin in that order [T] int64; None
-            if they are not known without another sort. If they are, every token has equally many pairs.
+        by_token: the indices of the pairs sorted by token [R] int64, and the start of each token's pairs in this order
+            [T] int64; None if another sort would be needed. If not None, every token has equally many pairs.
     """
 
     tokens: Tensor
@@ -74,7 +74,7 @@ class Router(nn.Module):
     paper, the inputs are multiplied by uniform noise in [1 - jitter, 1 + jitter] in training.
 
     The parameter is ``weight`` [E, D]. If ``config.balance_bias_rate`` is positive there is a buffer ``balance_bias``
-    [E]. It stays float32 when the model is converted, because its steps are smaller than the spacing of 16-bit numbers.
+    [E]. A conversion of the model leaves it in float32: its steps are smaller than the spacing of 16-bit numbers.
     """
 
     balance_bias: Tensor | None
@@ -107,7 +107,7 @@ class Router(nn.Module):
         return by_prototype(logits, self.config)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        # nn.Module converts buffers with the parameters. Keep the one from before, in float32, on the new device.
+        # nn.Module converts buffers with the parameters. Keep the float32 buffer, but on the new device.
         bias = self.balance_bias
         super()._apply(fn, recurse)
         if bias is not None and self.balance_bias is not None and self.balance_bias.dtype != bias.dtype:
@@ -129,17 +129,17 @@ def route(
     Args:
         logits: [T, Z, M] of the tokens without padding; T may be 0.
         balance_bias: [E], see ``choose``.
-        part: of which tokens these are a part; None: all.
+        part: the position of these tokens among all tokens of the losses; None: these are all tokens.
         sequences: of the tokens, for ``balance_scope`` "sequence".
-        group: of ranks, for ``balance_scope`` "global_batch"; None: all.
+        group: the ranks of ``balance_scope`` "global_batch"; None: all.
 
     Returns:
         The pairs to compute, the weighted auxiliary losses, and the statistics.
     """
     num_tokens = len(logits)
     scores = gating_scores(logits, config)
-    # The losses need probabilities that sum to 1 in each prototype, which only "softmax" scores do. Scores are divided
-    # by sums of scores as logarithms, because all scores of a sum may be 0 in float32.
+    # The losses need probabilities with the sum 1 in each prototype; only "softmax" scores are such. Other scores are
+    # normalised as logarithms, because all scores of a prototype may be 0 in float32.
     distribution = scores if config.gating == "softmax" else log_scores(logits, config).softmax(-1)
     gates, experts = choose(logits, scores, config, balance_bias)
     routing, chosen_counts = sort_by_expert(gates, experts, config, training)
@@ -159,8 +159,7 @@ def route(
     losses = RouterLosses(of_part + of_tokens.sum() / max(whole, 1), of_tokens if part is None else None)
 
     with torch.no_grad():
-        # 0 * logit is NaN for a logit that is NaN or infinite: so the statistics show it, and nothing waits for the
-        # device here.
+        # 0 * logit is NaN for a NaN or infinite logit: the statistics then show it, without a wait for the device.
         entropy = torch.special.entr(distribution).sum((0, 2)) / max(num_tokens, 1) + 0 * logits.sum((0, 2))
         stats = RoutingStats(
             expert_counts=routing.counts.float(),
@@ -168,7 +167,7 @@ def route(
             num_tokens=torch.full((), num_tokens, dtype=torch.float32, device=logits.device),
             router_entropy=entropy.float(),
             chosen_counts=chosen_counts.float(),
-            # By indices on the device: nothing waits for a number here.
+            # index_fill on the device does not make the host wait.
             without_expert=scores.new_ones(num_tokens).index_fill(0, routing.tokens, 0).sum().float(),
             gate_sum=routing.gates.sum().float(),
         )
@@ -190,9 +189,9 @@ def gating_scores(logits: Tensor, config: MoEConfig) -> Tensor:
 
 
 def log_scores(logits: Tensor, config: MoEConfig) -> Tensor:
-    """Computes the logarithms of ``gating_scores``, which are finite where a score itself is too small for its type."""
+    """Computes the logarithms of ``gating_scores``. They are finite even if a score underflows to 0."""
     if config.gating == "sigmoid":
-        # Not logsigmoid, whose gradient asks a compiler how many tokens there are. Above 40, log(1 + e^x) is x.
+        # Not logsigmoid: its gradient asks a compiler for the number of tokens. Above 40, log(1 + e^x) is x.
         return -nn.functional.softplus(-logits, threshold=40)
     if config.gating == "global_softmax":
         return logits.flatten(1).log_softmax(-1).view_as(logits)
@@ -202,13 +201,13 @@ def log_scores(logits: Tensor, config: MoEConfig) -> Tensor:
 def choose(logits: Tensor, scores: Tensor, config: MoEConfig, balance_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Chooses the ``top_k`` experts of each prototype for every token.
 
-    With groups, only those of the token's best groups can be chosen. The bias is added to the scores for the choice
-    only; the gates are the scores without it: auxiliary loss free balancing (arXiv 2408.15664), equation 3.
+    With groups, only experts of the token's best groups can be chosen. The bias is added to the scores for the choice
+    only; the gates are the scores without the bias: auxiliary loss free balancing (arXiv 2408.15664), equation 3.
     ``normalize_gates`` divides the gates by their sum over the token's K choices (GShard, arXiv 2006.16668,
     algorithm 1; DeepSeek-V3, equation 13).
 
     Args:
-        logits: [T, Z, M]; within a prototype they have the order of the scores, and fewer ties.
+        logits: [T, Z, M]; within a prototype they have the same order as the scores, with fewer ties.
         scores: [T, Z, M], the ``gating_scores`` of the logits.
         balance_bias: [E] or None.
 
@@ -221,7 +220,7 @@ def choose(logits: Tensor, scores: Tensor, config: MoEConfig, balance_bias: Tens
         if config.groups_per_token < config.num_groups:
             groups = best_groups(scores if balance_bias is None else biased, config)
             biased = of_groups(biased, groups, config)
-        # max takes one pass, topk sorts.
+        # max is one pass; topk sorts.
         choices = biased.max(-1, keepdim=True).indices if config.top_k == 1 else biased.topk(config.top_k).indices
         if groups is not None:
             choices = among_all(choices, groups, config)
@@ -249,7 +248,7 @@ def sort_by_expert(gates: Tensor, experts: Tensor, config: MoEConfig, training: 
     choices = gates.shape[1:].numel()
     capacity = capacities(config, num_tokens, training, experts.device)
     if capacity is None:
-        # Pairs are token-major before this stable sort, so its inverse permutation sorts them by token again. That
+        # Pairs are token-major before this stable sort, so its inverse permutation sorts them by token again. This
         # saves a second sort, and gives sums by token a fixed order.
         sorted_experts, order = experts.reshape(-1).sort(stable=True)
         ends = _ends(sorted_experts, config.num_experts)
@@ -274,16 +273,16 @@ def sort_by_expert(gates: Tensor, experts: Tensor, config: MoEConfig, training: 
 
 
 def _counts_by_sequence(experts: Tensor, sequences: Sequences, config: MoEConfig) -> Tensor:
-    """Counts the choices [T, Z, top_k] of each sequence, [G, E], also those that are dropped."""
+    """Counts the choices [T, Z, top_k] of each sequence, [G, E], including dropped choices."""
     places = (sequences.numbers[:, None] * config.num_experts + experts.flatten(1)).reshape(-1)
     counts = places.new_zeros(sequences.total * config.num_experts)
     return counts.index_add(0, places, torch.ones_like(places)).view(sequences.total, config.num_experts)
 
 
 def capacities(config: MoEConfig, num_tokens: int, training: bool, device: torch.device) -> Tensor | None:
-    """Draws how many tokens each expert computes at most, int64 [E]; None: there is no limit.
+    """Draws the capacity of each expert in tokens, int64 [E]; None: there is no limit.
 
-    Rounded at random, it is C for some experts and C - 1 for the others, with the mean ``config.mean_capacity``.
+    With random rounding it is C for some experts and C - 1 for the others, with the mean ``config.mean_capacity``.
     """
     most, mean = config.capacity(num_tokens, training), config.mean_capacity(num_tokens, training)
     if most is None or mean is None:
@@ -305,18 +304,18 @@ def pairs_by_token(tokens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def divide(routing: Routing, num_tokens: int, num_parts: int) -> list[Routing]:
-    """Divides the pairs by token, into parts of consecutive tokens whose numbers differ by at most 1.
+    """Divides the pairs by token. The parts have consecutive tokens, and their sizes differ by at most 1 token.
 
     The host waits for the device once if pairs were dropped.
 
     Args:
-        num_tokens: T. Part p has the tokens from p T / P to (p + 1) T / P, rounded down, which it counts from 0.
+        num_tokens: T. Part p has the tokens from p T / P to (p + 1) T / P, rounded down; it counts them from 0.
 
     Returns:
         The pairs of each part, again sorted by expert. ``by_token`` is None.
     """
     tokens, num_pairs, num_experts = routing.tokens, len(routing.tokens), len(routing.counts)
-    # In arithmetic and not by a table of bounds, which a device would have to wait for.
+    # Arithmetic instead of a table of bounds: a device would wait for the copy of a table.
     part = ((tokens + 1) * num_parts - 1) // max(num_tokens, 1)
     own_tokens = tokens - part * num_tokens // num_parts
     experts = torch.arange(num_experts, device=tokens.device).repeat_interleave(routing.counts, output_size=num_pairs)
@@ -332,11 +331,11 @@ def divide(routing: Routing, num_tokens: int, num_parts: int) -> list[Routing]:
 
 
 def part_sizes(num_tokens: int, num_parts: int) -> list[int]:
-    """Returns how many tokens each part of ``divide`` has."""
+    """Returns the number of tokens of each part of ``divide``."""
     bounds = [num_tokens * part // num_parts for part in range(num_parts + 1)]
     return [end - begin for begin, end in itertools.pairwise(bounds)]
 
 
 def _ends(sorted_experts: Tensor, num_experts: int) -> Tensor:
-    """Returns where each expert's choices end in the sorted ones, [E]."""
+    """Returns the end of each expert's range in the sorted choices, [E]."""
     return torch.searchsorted(sorted_experts, torch.arange(num_experts, device=sorted_experts.device), right=True)

@@ -1,4 +1,4 @@
-"""Ranks that have the same tokens: each brings a part of them to the experts, and all get all outputs."""
+"""Ranks with the same tokens: each sends a part of them to the experts, and an all-gather collects the outputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,17 +13,18 @@ from moe.routing import Routing
 
 
 class SharedTokensDispatcher:
-    """The dispatcher of ranks that call a layer with the same tokens, such as those of a tensor group.
+    """The dispatcher of ranks with the same tokens in every call, such as the ranks of a tensor group.
 
-    Each rank routes all tokens, so that capacities, losses and statistics are those of one rank. It exchanges and
-    computes a part of the tokens alone: P parts of equal numbers for P ranks. Their outputs are gathered.
+    Each rank routes all tokens, so capacities, losses and statistics are the same as on one rank. For P ranks the
+    tokens are divided into P equal parts. Each rank exchanges and computes only its own part. An all-gather collects
+    the outputs.
 
-    What comes before the layer is equal on all ranks and gets equal gradients; the gradient of an expert is that of
-    this rank's part, and their sum over the ranks is that of all tokens.
+    The layer's inputs are equal on all ranks and get equal gradients. The gradient of an expert comes from this rank's
+    part only; the sum over the ranks is the gradient of all tokens.
 
     Args:
-        inner: brings a part of the tokens to the experts. Its traffic is that of this object: what the ranks gather is
-            not counted.
+        inner: brings a part of the tokens to the experts. ``traffic`` is the counter of ``inner``; it does not include
+            the all-gather.
         group: the ranks with the same tokens.
     """
 
@@ -57,23 +58,23 @@ class SharedTokensDispatcher:
 
 
 def pairs_of_tokens(routing: Routing, begin: int, end: int) -> Routing:
-    """The pairs of the tokens from ``begin`` to ``end``, which are counted from 0; the host waits for the device."""
+    """Returns the pairs of the tokens from ``begin`` to ``end``, renumbered from 0. The host waits for the device."""
     inside = (routing.tokens >= begin) & (routing.tokens < end)
     places = inside.nonzero().squeeze(1)
-    before = torch.nn.functional.pad(inside.cumsum(0), (1, 0))  # pairs inside before each place
+    before = torch.nn.functional.pad(inside.cumsum(0), (1, 0))  # number of pairs inside the range before each index
     ends = routing.counts.cumsum(0)
     counts = before[ends] - before[ends - routing.counts]
     return Routing(routing.tokens[places] - begin, routing.gates.index_select(0, places), counts)
 
 
 class _Part:
-    """A rank's range of tokens, the same length for all but the last ones.
+    """A rank's range of tokens. All ranges have the same length except the last, which may be shorter or empty.
 
     Args:
-        num_tokens: of all ranks.
+        num_tokens: the number of tokens of all ranges.
         group: the ranks.
-        place: of this rank in the group.
-        num_ranks: of the group.
+        place: the number of this rank in the group.
+        num_ranks: the size of the group.
     """
 
     def __init__(self, num_tokens: int, group: ProcessGroup, place: int, num_ranks: int) -> None:
@@ -87,7 +88,7 @@ class _Part:
         return cls(num_tokens, group, torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows [T, D] of all ranks."""
+        """Returns the rows [T, D] of all ranks."""
         padded = rows.new_zeros(self._longest, *rows.shape[1:])
         padded[: len(rows)] = rows
         found = rows.new_empty(self.num_ranks * self._longest, *rows.shape[1:])
@@ -96,7 +97,7 @@ class _Part:
 
 
 class _Taken(torch.autograd.Function):
-    """This rank's part of rows that all ranks have; the gradient is that of all parts."""
+    """Takes this rank's part of rows common to all ranks. The backward pass gathers the gradients of all parts."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, part: _Part) -> Tensor:
@@ -109,7 +110,7 @@ class _Taken(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """The rows of all parts. All ranks compute the same of them, so that each has the gradient of its part already."""
+    """Gathers the rows of all parts. All ranks compute the same from them, so each rank already has its gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, part: _Part) -> Tensor:
@@ -122,7 +123,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _SumOfGradients(torch.autograd.Function):
-    """What all ranks have, and of which each uses a part; the gradient is the sum over the ranks."""
+    """Returns values common to all ranks. Each rank uses a part of them; the backward pass sums over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""A linear map in a wider type than those of its input and its weight."""
+"""A linear map in a wider type than its input and its weight."""
 
 from typing import Any
 
@@ -10,10 +10,9 @@ from moe.precision import without_autocast
 
 
 class WideLinear(torch.autograd.Function):
-    """Computes (noise * x) W^T in a type that is wider than those of x and W.
+    """Computes (noise * x) W^T in a wider type than x and W.
 
-    It keeps x and W in their own types for the backward pass. Autograd would keep the wide copies, with the same
-    results.
+    It keeps x and W in their own types for the backward pass. Autograd would keep wide copies, with equal results.
     """
 
     @staticmethod

@@ -39,11 +39,11 @@ from m6.runs.processes import COLLECTIVE_TIMEOUT_S, Runtime, on_main_rank, raise
 from m6.training.engine.engine import Engine
 
 _POLL_S = 0.05
-# How often a run that waits for a write shows that it is alive.
+# Interval of the life signs of a run during a wait for a write.
 _ALIVE_S = 10.0
-# How long rank 0 waits for records, while other ranks may wait for it in a collective: it gives up before they do.
+# How long rank 0 waits for records. Meanwhile other ranks may wait for rank 0 in a collective: it gives up before them.
 _RECORDS_S = 0.75 * COLLECTIVE_TIMEOUT_S
-# How long an attempt that has failed waits for the records of other ranks.
+# How long a failed attempt waits for the records of other ranks.
 _GRACE_S = 30.0
 
 
@@ -56,10 +56,10 @@ class Checkpointer:
 
     Args:
         root: RUN/checkpoints.
-        keep_last: number of complete checkpoints that stay.
-        async_save: False makes ``save`` do all of that itself, with the copies of one file at a time in host memory.
-        timeout_s: how long rank 0 waits for the record of another rank, and how long other ranks then wait for it in a
-            collective, in seconds; shorter than the collective may take.
+        keep_last: number of complete checkpoints to keep.
+        async_save: False: ``save`` writes without a thread, with the copies of one file at a time in host memory.
+        timeout_s: how long rank 0 waits for the record of another rank, in seconds. Other ranks may wait as long for
+            rank 0 in a collective, so it is shorter than the time-out of collectives.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Checkpointer:
             state: entries of the manifest's state, as JSON; the engine's counters are added.
 
         Returns:
-            the seconds for which the training waited.
+            the stall of the training in seconds.
 
         Raises:
-            StorageError: this checkpoint or the one before it cannot be written.
+            StorageError: this checkpoint or the previous one cannot be written.
         """
         begin = time.perf_counter()
         self.wait()
@@ -97,23 +97,23 @@ class Checkpointer:
             except OSError as error:
                 raise StorageError(f"{folder} cannot be written: {error}") from None
 
-        # No rank writes before the main rank has removed old records. A run that stops right after it resumed has
-        # nothing new to save, which the main rank decides: another node may not see the manifest yet.
+        # No rank writes before the main rank has removed old records. A run stopped right after its resume has nothing
+        # new to save. The main rank decides this: another node may not see the manifest yet.
         if on_main_rank(make_room):
             return time.perf_counter() - begin
-        # One after the other: offloaded experts are read into new tensors, which must not be there all at once.
+        # One after the other: offloaded experts are read into new tensors, and memory cannot hold all of them at once.
         fragments = chain(engine.fragments(), engine.residual_fragments())
         copies = (_copy_to_host(fragment.owned()) for fragment in fragments)
         state = {**state, "step": step, **engine.counters()}
         self._deadline = time.monotonic() + self._timeout_s
         if self._async:
-            # Not a daemon: a process that exits must first finish its checkpoint.
+            # Not a daemon: a process must finish its checkpoint before it exits.
             self._thread = threading.Thread(target=self._run, args=(folder, list(copies), state), name="checkpoint")
             self._thread.start()
         else:
             with self._showing_life():
                 self._run(folder, copies, state)
-                deque(copies, maxlen=0)  # ranks that share tensors collect them together, also when one cannot write
+                deque(copies, maxlen=0)  # fragments may contain collectives: a rank goes on even if it cannot write
             self._check_together()
         return time.perf_counter() - begin
 
@@ -125,7 +125,7 @@ class Checkpointer:
         """Waits until the current checkpoint is on disk. Every rank calls this method.
 
         Raises:
-            StorageError: on every rank, if one of them could not write its part.
+            StorageError: on every rank, if any rank could not write its part.
         """
         if self._thread is not None:
             self._blocked_since = time.monotonic()
@@ -135,16 +135,16 @@ class Checkpointer:
         self._check_together()
 
     def close(self) -> None:
-        """Ends the thread, which must not write when another attempt may begin.
+        """Ends the thread, because it must not write when another attempt may begin.
 
-        After a failure the records of other ranks may never come: it waits for them half a minute more at most.
+        After a failure the records of other ranks may never come. The thread waits for them at most 30 s more.
         """
         if self._thread is not None:
             self._give_up_at = time.monotonic() + _GRACE_S
             self._thread.join()
 
     def check(self) -> None:
-        """Raises StorageError if this rank could not write a checkpoint; the next ones would fail too."""
+        """Raises StorageError if this rank could not write a checkpoint: the next checkpoints would fail too."""
         if (failure := self._take_failure()) is not None:
             raise failure
 
@@ -163,17 +163,16 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _showing_life(self) -> Iterator[None]:
-        """Meanwhile rank 0 touches RUN/progress, until the write's deadline.
+        """A context in which rank 0 keeps touching RUN/progress, until the deadline of the write.
 
-        The watchdog of a job ends a run whose file is old, and the training may wait for a write, or two one after the
-        other, longer than for any step.
+        The watchdog of a job ends a run with an old file, and a wait for one or two writes may be longer than any step.
         """
         over = threading.Event()
 
         def touch() -> None:
             while not over.is_set():
-                if time.monotonic() < self._deadline:  # which moves when rank 0 has written its own part
-                    with contextlib.suppress(OSError):  # the write itself tells of a disk that fails
+                if time.monotonic() < self._deadline:  # the deadline moves when rank 0 has written its own part
+                    with contextlib.suppress(OSError):  # the write itself reports a failing disk
                         os.utime(self.root.parent / PROGRESS)
                 over.wait(_ALIVE_S)
 
@@ -194,13 +193,13 @@ class Checkpointer:
         write_shards(folder, self.runtime.rank, pieces)
         if not self.runtime.is_main:
             return
-        # The others have as long after this rank's own part, which may have taken longer.
+        # The others have the same time again after this rank's own part, because this part may have been slower.
         end = time.monotonic()
         self._deadline, ahead = end + self._timeout_s, self._ahead_s(folder)
-        # Not a barrier: a collective in this thread would interleave with those of the training thread.
+        # Not a barrier: a collective in this thread would interleave with collectives of the training thread.
         for rank in range(self.runtime.world_size):
             while not self._record(folder, rank).exists():
-                # A rank that has written waits in a collective as soon as the training of this one waits, too.
+                # After its own write, a rank waits in a collective as soon as the training of this rank waits.
                 waits_since = min(end, max(end - ahead, self._blocked_since))
                 if time.monotonic() > min(waits_since + self._timeout_s, self._give_up_at):
                     raise TimeoutError(f"rank {rank} wrote no record into {folder} in time")
@@ -216,18 +215,18 @@ class Checkpointer:
         return folder / f"rank_{rank:05d}.json"
 
     def _ahead_s(self, folder: Path) -> float:
-        """By how much the first rank was ready before this one, in seconds of the file system's clock."""
+        """Returns the lead of the first rank over this rank, in seconds of the file system's clock."""
         records = (self._record(folder, rank) for rank in range(self.runtime.world_size))
         times = [record.stat().st_mtime for record in records if record.exists()]
         return max(0.0, self._record(folder, self.runtime.rank).stat().st_mtime - min(times))
 
 
-# What checkpoints lack that were written when it had one value only.
+# Old checkpoints lack this entry, because it had only one value when they were written.
 _SUMS_OF_OLD_STATES = {"m6.training.micro_batches_at_once": 1}
 
 
 def check_same_sums(config: RunConfig, state: dict[str, Any]) -> None:
-    """Raises UserError if ``"deterministic": "any_world"`` cannot go on from a checkpoint with this state."""
+    """Raises UserError if ``"deterministic": "any_world"`` cannot continue from a checkpoint with this state."""
     before, now = state.get("any_world"), config.sums_depend_on
     if before is None or now is None:
         return
@@ -244,7 +243,7 @@ def check_same_sums(config: RunConfig, state: dict[str, Any]) -> None:
 def check_same_tokenizers(
     settings: DataSettings, identities: dict[str, str | None], state: dict[str, Any], run: Path
 ) -> None:
-    """Raises UserError if a checkpoint with this state in the folder ``run`` is of other tokenizers."""
+    """Raises UserError if a checkpoint with this state in the folder ``run`` belongs to other tokenizers."""
     for name, identity in identities.items():
         if state.get(name) != identity:
             raise UserError(
@@ -268,7 +267,7 @@ def restore(engine: Engine, reader: CheckpointReader, on_read: Callable[[], obje
 
 
 def restore_weights(engine: Engine, reader: WeightReader, on_read: Callable[[], object] = no_sign) -> None:
-    """Loads only the weights, for a run that starts from another run or an exported model; adapters keep their values.
+    """Loads only the weights, to start a run from another run or an exported model. Adapters keep their values.
 
     Args:
         on_read: called after each fragment.
@@ -292,7 +291,7 @@ def _fill(
             )
     failure: Exception | None = None
     with torch.no_grad():
-        # Ranks that share tensors collect and publish them together: one that cannot read goes on without reading.
+        # Fragments and ``publish_weights`` may contain collectives: after a failed read a rank goes on without reading.
         for fragment in targets:
             if failure is None:
                 try:

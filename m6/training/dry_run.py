@@ -42,11 +42,11 @@ class DryRun:
 
     Attributes:
         held: measured bytes: weights, gradients, optimizer_state, activations, and the peak of the step.
-        predicted: the same by :mod:`m6.planning.cost.memory`.
-        ledger: bytes at the peak of the forward and backward pass, by the module that allocated them.
-        collectives: (operator, ranks) -> [calls, bytes that this rank contributes].
-        exchange: bytes that this rank sends to experts and back to tokens of other ranks in one step, by where those
-            ranks are: measured and predicted. Without ``m6.moe.ranks_per_node`` all are within one node.
+        predicted: the same entries by :mod:`m6.planning.cost.memory`.
+        ledger: bytes at the peak of the forward and backward pass, by allocating module.
+        collectives: (operator, ranks) -> [calls, bytes contributed by this rank].
+        exchange: measured and predicted bytes of dispatch and combine from this rank in one step, within and between
+            nodes. Without ``m6.moe.ranks_per_node`` all are within one node.
         seconds: duration of the dry run.
     """
 
@@ -62,8 +62,8 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     """Builds the model and the engine of ``rank`` on fake tensors and trains one plain step without padding.
 
     Raises:
-        UserError: the run does not fit ``world_size``, it has a pipeline or tensor groups, it offloads experts, see
-            ``m6.training.offloading.dry_plan``, or ``rank`` is out of range.
+        UserError: the run does not fit ``world_size``, it has a pipeline or tensor groups, it offloads experts (for
+            these see ``m6.training.offloading.dry_plan``), or ``rank`` is out of range.
     """
     if config.pipeline is not None:
         raise UserError("m6.parallel.pipeline: fake ranks send no hidden states; plan the run with m6 plan")
@@ -76,13 +76,13 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
         )
     if not 0 <= rank < world_size:
         raise UserError(f"rank {rank}: expected one of 0 to {world_size - 1}")
-    # Fake ranks gather nothing: the step is the plain one, without the partial sums of "deterministic" and without the
-    # residuals of m6.communication. It has the largest batch.
+    # Fake ranks gather nothing. The step is therefore a plain step, without the partial sums of "deterministic" and
+    # without the residuals of m6.communication. It has the largest batch.
     training = config.m6.training.model_copy(update={"deterministic": None, "batch_ramp": []})
     plain = {"training": training, "communication": CommunicationSettings()}
     config = replace(config, m6=config.m6.model_copy(update=plain))
     begin = time.perf_counter()
-    # A row without padding: the largest memory that any batch of the run needs.
+    # A row without padding needs the most memory of all batches of the run.
     shape = scale_batch(full_row(config), config.deepspeed.micro_batch_size)
     with fake_process_group(rank, world_size), fake_tensors() as world:
         runtime = Runtime(rank, world_size, 0, torch.device("cpu"))
@@ -106,7 +106,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
             "gradients": engine.gradients,
             "optimizer_state": engine.state_bytes()["optimizer_state"],
             "activations": engine.activations,
-            "peak": max(engine.peak, world.peak),  # world.peak is that of the update
+            "peak": max(engine.peak, world.peak),  # world.peak is the peak of the update
         }
         sent = [now - then for now, then in zip(_sent(engine.module), before, strict=True)]
     layout = layout_of(config, world_size)
@@ -127,13 +127,13 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
 
 
 def _sent(model: nn.Module) -> list[int]:
-    """Bytes that the layers have sent to other ranks, within and between nodes."""
+    """Returns the bytes sent to other ranks by all layers so far, within and between nodes."""
     traffic = [module.dispatcher.traffic for module in model.modules() if isinstance(module, MoELayer)]
     return [sum(each.bytes_within_nodes for each in traffic), sum(each.bytes_between_nodes for each in traffic)]
 
 
 def _to_send(config: RunConfig, layout: ParallelLayout, routed: RoutedRows) -> list[float]:
-    """The same of one layer and micro-batch, by the closed form."""
+    """Returns the predicted bytes of one layer and micro-batch by the closed form, within and between nodes."""
     moe = config.model.moe_config()
     passes = [False, True] + [False] * layout.checkpointing  # forward, backward, and recomputation
     arguments = (moe, layout.ep_size, routed.tokens, routed.pairs, moe.ranks_per_node or layout.ep_size)
@@ -146,13 +146,13 @@ def _to_send(config: RunConfig, layout: ParallelLayout, routed: RoutedRows) -> l
 
 
 class _MeasuredEngine(Engine):
-    """An engine that measures the memory of the fake tensors during a step.
+    """An engine with measurements of the memory of fake tensors during a step.
 
     Attributes:
-        activations: bytes that one forward pass keeps for the backward pass.
+        activations: bytes kept by one forward pass for the backward pass.
         gradients: bytes of gradients after the last backward pass.
         peak: largest memory of the forward and backward passes, in bytes.
-        ledger: bytes at the peak, by the module that allocated them.
+        ledger: bytes at the peak, by allocating module.
     """
 
     _world: FakeWorld | None = None
@@ -183,7 +183,7 @@ class _MeasuredEngine(Engine):
                 self.peak, self.ledger = self._world.peak, dict(self._world.at_peak)
 
     def update(self) -> Update:
-        """Restarts the peak, so that the update is measured on its own."""
+        """Restarts the peak, to measure the update separately."""
         if self._world is not None:
             self._world.restart_peak()
         return super().update()

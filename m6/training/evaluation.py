@@ -24,8 +24,8 @@ def evaluate(
     passes. Results of surplus passes are dropped.
 
     Returns:
-        ``validation``: the mean loss of each objective in nats per target; without objectives that have no validation
-            data.
+        ``validation``: the mean loss of each objective in nats per target; objectives without validation data are left
+            out.
         ``validation_by_source``: the same for each source of an objective; empty if the run reads one source.
     """
     losses, by_source = {}, {}
@@ -37,7 +37,7 @@ def evaluate(
             sums = torch.zeros(2, len(data.sources), dtype=torch.float64, device=device)
             for begin in range(0, len(batches), dims.dp):
                 index = begin + dims.dp_rank
-                # A rank without a micro-batch of its own repeats the last one.
+                # A rank without its own micro-batch repeats the last one, because layers may communicate.
                 batch = batches[min(index, len(batches) - 1)].to(device)
                 target_losses = engine.forward(batch).target_losses
                 if target_losses is not None and index < len(batches):

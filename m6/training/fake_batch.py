@@ -12,7 +12,7 @@ from m6.planning.machine.fake_world import FakeWorld, to_fake
 
 
 def fake_batch(config: RunConfig, shape: BatchShape, world: FakeWorld) -> MicroBatch:
-    """A micro-batch whose rows hold one sample each: a picture, if ``shape`` has pictures, then target tokens."""
+    """Makes a micro-batch with one sample in each row: an image, if ``shape`` has pictures, then target tokens."""
     model = config.model
     rows, length, patches = shape.rows, shape.sequence_length, model.num_patches if shape.pictures else 0
     input_ids = torch.zeros(rows, length, dtype=torch.int64)
@@ -22,7 +22,7 @@ def fake_batch(config: RunConfig, shape: BatchShape, world: FakeWorld) -> MicroB
     positions = torch.arange(length).repeat(rows, 1)
     positions[:, patches:] -= patches  # positions restart where the target begins
     labels = torch.zeros(rows, length, dtype=torch.int64)
-    labels[:, 0] = IGNORED_LABEL  # nothing comes before the first token to predict it from
+    labels[:, 0] = IGNORED_LABEL  # the first token has no token before it to predict it from
     return MicroBatch(
         input_ids=input_ids,
         token_type_ids=types,

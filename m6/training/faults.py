@@ -1,7 +1,7 @@
-"""A fault that may pass: the run begins again at its last checkpoint, once. If the fault comes back, the run failed.
+"""Transient faults: the run restarts from its last checkpoint, once. If the fault comes back, the run has failed.
 
-Megatron-LM's rerun state machine tells transient from persistent faults in the same way: what a second computation of
-the same steps repeats is in the data, in the program or in a device that stays broken.
+Megatron-LM's rerun state machine distinguishes transient and persistent faults in the same way. If a second computation
+of the same steps repeats a fault, its cause is in the data, in the program or in a broken device.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from m6.runs.processes import on_main_rank
 
 
 class PassingFault(RetryableError):
-    """The run begins again from its newest checkpoint; every rank raises it."""
+    """A fault with a restart from the newest checkpoint. Every rank raises it."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What went wrong in some steps; equal on all ranks.
+    """A fault in some steps; equal on all ranks.
 
     Attributes:
         first_step, last_step: numbers of these steps.
@@ -35,16 +35,16 @@ class Fault:
 
 
 def end(fault: Fault, run: RunDirectory, may_restart: bool) -> NoReturn:
-    """Ends the training, whose last checkpoint is complete. Every rank calls this function.
+    """Ends the training after a fault. The last checkpoint is complete. Every rank calls this function.
 
-    A fault has come back if no checkpoint has been added since the one before, or if it is in the same steps.
+    A fault has come back if the run has no new checkpoint since the previous fault, or if it is in the same steps.
 
     Args:
-        may_restart: whether the caller begins again.
+        may_restart: whether the caller restarts the training.
 
     Raises:
-        PassingFault: the first time; RUN/fault.json records it.
-        UserError: it has come back; RUN/FATAL holds the reason.
+        PassingFault: at the first occurrence; RUN/fault.json records it.
+        UserError: the fault has come back, or ``may_restart`` is False; RUN/FATAL holds the reason.
     """
 
     def decide() -> str:
@@ -56,7 +56,7 @@ def end(fault: Fault, run: RunDirectory, may_restart: bool) -> NoReturn:
             run.fail(
                 fault.reason + (f"; it came back after a restart from step {before['begins_at']}" if before else "")
             )
-            file.unlink(missing_ok=True)  # whoever removes FATAL tries anew
+            file.unlink(missing_ok=True)  # if the user removes FATAL, the count of faults starts anew
             return ""
         entry = {"first_step": fault.first_step, "last_step": fault.last_step, "begins_at": begins_at}
         write_json(file, {**entry, "reason": fault.reason})
@@ -68,7 +68,7 @@ def end(fault: Fault, run: RunDirectory, may_restart: bool) -> NoReturn:
 
 
 def _read(run: RunDirectory) -> dict[str, int] | None:
-    """The fault before; None if there was none, or its record is damaged."""
+    """Returns the record of the previous fault; None if there is none or it is damaged."""
     try:
         entry = parse_object((run.root / FAULT).read_bytes())
         return {name: int(entry[name]) for name in ("begins_at", "last_step")}

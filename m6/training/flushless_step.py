@@ -1,4 +1,4 @@
-"""Steps of a pipeline without a flush, which overlap."""
+"""Overlapping steps of a pipeline without a flush."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from m6.training.train_step import BegunStep, TrainStep
 
 
 class FlushlessTrainStep(TrainStep):
-    """Begins a step, and ends the one before it.
+    """Begins a step, and ends the previous step.
 
-    No rank waits here for the end of the step that it begins: the sums of a step, too, are read one step later. Where
-    the run looks at the model, and when it is asked to stop or save, all passes end first.
+    No rank waits for the end of the new step; its sums are also read one step later. All passes end before the run
+    logs, evaluates, compares or saves (``RunConfig.flushes_after``), and after a request to stop or save.
     """
 
     def __init__(self, engine: Engine, config: RunConfig, runtime: Runtime, stage: Stage) -> None:
@@ -33,7 +33,7 @@ class FlushlessTrainStep(TrainStep):
     def __call__(
         self, step: int, micro_batches: list[MicroBatch], read_requests: Callable[[], Requests]
     ) -> list[StepOutcome]:
-        """See ``TrainStep``: returns the outcome of the step before, of this one, of both, or of none."""
+        """See ``TrainStep``: returns the outcome of the previous step, of this step, of both, or of none."""
         begun = self._begin(step, micro_batches)
         self._under_way.append((begun, begun.sums.reduce_later(read_requests())))
         update = self._pipeline.advance()

@@ -1,4 +1,4 @@
-"""The training loop. Read this file first: it shows the order of everything in a run."""
+"""The training loop. Read this file first: it shows the order of all events in a run."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class Trainer:
     Args:
         run: the run's folder, already opened.
         stop_flag: set by stop signals; created here if it is None.
-        profile: the machine's calibration, which predicts the time of a step.
-        may_restart: whether the caller begins again after a ``PassingFault``; otherwise a fault is FATAL.
+        profile: the machine's calibration, for predictions of the time of a step.
+        may_restart: whether the caller restarts after a ``PassingFault``; otherwise a fault is FATAL.
 
     Attributes:
         step: number of finished optimizer steps.
-        samples_seen, tokens_seen: trained on so far, over all ranks.
+        samples_seen, tokens_seen: numbers of samples and tokens trained on so far, over all ranks.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Trainer:
         self.dims = ParallelDims.of(config, runtime.rank, runtime.world_size)
         self.data = open_data(config)
         on_main_rank(self.data.check_files)
-        # Before the engine is built: the checkpoint decides whether that is the Pseudo or the Real model.
+        # Before the engine is built: the checkpoint decides between the Pseudo and the Real model.
         self._show_loading = run.show_loading if runtime.is_main else no_sign
         self.checkpoint, self.problems = open_newest(run.checkpoints, self._show_loading)
         if self.checkpoint is None:
@@ -104,7 +104,7 @@ class Trainer:
         self.sample_grids = open_sample_grids(config, self.data.tokenizer, run.root / SAMPLES, runtime)
         self.stop_flag = stop_flag or StopFlag()
         self.step = self.samples_seen = self.tokens_seen = 0
-        # Last, since whoever has no trainer cannot close them.
+        # Last: if the constructor fails, no caller can close the trackers.
         resumed = 0 if self.checkpoint is None else self.checkpoint.state["step"]
         self.trackers = Trackers(run, self.settings.logging, config.document, resumed) if runtime.is_main else None
 
@@ -113,7 +113,7 @@ class Trainer:
         """Trains to the end of the run or to a stop; returns whether the run is finished.
 
         Args:
-            stop_after: number of the step after which all ranks stop, as on a stop request.
+            stop_after: number of the last step; all ranks then stop, as on a stop request.
         """
         self._resume()
         self._check_replicas()
@@ -155,11 +155,10 @@ class Trainer:
                     self._answer_save_request()
                 if self.stage.is_due and not stopped:
                     self._delink()
-        self.checkpointer.wait()  # the main rank's thread has written the manifest: now a rank may leave
+        self.checkpointer.wait()  # no rank may leave before the main rank's thread has written the manifest
         return self._finish()
 
     def _observe(self, outcome: StepOutcome, micro_batches: list[MicroBatch], report: IntervalReport) -> None:
-        """Notes the outcome of a step."""
         self.samples_seen += outcome.samples
         self.tokens_seen += outcome.tokens
         report.add(outcome)
@@ -169,16 +168,16 @@ class Trainer:
         self.stage.observe(outcome.step, outcome.loss, self.stage_metrics.measure(self.engine))
 
     def run_step(self, micro_batches: list[MicroBatch]) -> list[StepOutcome]:
-        """Trains on this rank's micro-batches of the current step; returns the outcomes of the steps that ended."""
+        """Trains on this rank's micro-batches of the current step; returns the outcomes of finished steps."""
         return self.train_step(self.step, micro_batches, self._read_requests)
 
     def _end_with(self, fault: Fault) -> NoReturn:
-        """Ends the training; the caller may begin again at the last checkpoint, which is first completed."""
+        """Completes the last checkpoint and ends the training. The caller may restart from this checkpoint."""
         self.checkpointer.wait()
         end(fault, self.run, self._may_restart)
 
     def _check_replicas(self) -> None:
-        """Compares weights that several ranks hold, if the run wants that; a difference ends the training."""
+        """Compares copies of weights on several ranks, if the run asks for it. A difference ends the training."""
         if self.settings.training.check_replicas_interval_steps is None or self.runtime.world_size == 1:
             return
         difference = find_difference(self.engine.replicated(), self.runtime)
@@ -192,7 +191,7 @@ class Trainer:
         saves = save or (self.step % settings.checkpoint.interval_steps == 0 and not self.nonfinite.consecutive)
         if saves or (compared is not None and self.step % compared == 0):
             self._check_replicas()
-        # Whatever is saved was compared and is finite: a run can begin again there.
+        # Only compared and finite weights are saved, so a run can restart from any checkpoint.
         if saves and (found := find_nonfinite_weights(self.engine.module, self.runtime)):
             self._end_with(Fault(self.step, self.step, f"after step {self.step}: {found}"))
         if self.step % settings.logging.interval_steps == 0 or save:
@@ -265,7 +264,7 @@ class Trainer:
         keep_sources(self.run.root, self.data)
         keep_initial(self.run.root, self.settings.init)
         keep_captions(self.run.root, self.data, self.settings.init)
-        # The attempt before may have logged steps after its last checkpoint, which this one repeats.
+        # The previous attempt may have logged steps after its last checkpoint. This attempt repeats them.
         self.run.cut_bad_rows_after(self.step)
         damaged = self.run.cut_metrics_after(self.step)
         if lost := self.run.lost_metrics(self.step, self.settings.logging.interval_steps):
@@ -274,9 +273,9 @@ class Trainer:
             self._print(f"warning: {self.run.metrics}: set aside damaged lines {', '.join(map(str, damaged))}")
 
     def _delink(self) -> None:
-        """Replaces the Pseudo model by the Real model, which reads the checkpoint that was just saved.
+        """Replaces the Pseudo model by the Real model. The Real model reads the newest checkpoint, from this step.
 
-        If the attempt dies in this method, the next one resumes from the same checkpoint with the Real model.
+        If the attempt dies in this method, the next attempt resumes from the same checkpoint with the Real model.
         """
         begin = time.perf_counter()
         self.checkpointer.wait()  # the main rank has now written the manifest
@@ -294,7 +293,7 @@ class Trainer:
         self._print(f"delinked {self.run.root} at step {self.step}: training continues with the Real model")
 
     def _announce(self) -> None:
-        """Prints the predicted memory and time of the run, based on a few of its micro-batches, or what LoRA trains."""
+        """Prints the predicted memory and time of the run, based on a few of its micro-batches; with LoRA its size."""
         if self.runtime.is_main:
             shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
             stages, memory_map = self.stage.stages_ahead(), self.engine.memory_map()
@@ -303,14 +302,14 @@ class Trainer:
                 self._print(text)
 
     def _replan_offloading(self) -> None:
-        """Plans the offloading of experts again after the first steps of an attempt, which measure their use."""
+        """Plans the offloading of experts again after the first steps of an attempt, from their measurements."""
         memory_map = self.engine.replan(self.run.root, self.step)
         if memory_map is not None:
             self._print(memory_map)
 
     def _save(self) -> float:
         if self.runtime.is_main:
-            self.run.sync_metrics()  # a checkpoint that survives a power cut must have its metrics
+            self.run.sync_metrics()  # after a power cut, a surviving checkpoint must have its metrics
         state = {
             "samples_seen": self.samples_seen,
             "tokens_seen": self.tokens_seen,
@@ -339,7 +338,7 @@ class Trainer:
             self.trackers.close()
 
     def _read_requests(self) -> Requests:
-        """The requests to this rank, by a signal or by a file in the run's folder."""
+        """Returns the requests to this rank, by a signal or by a file in the run's folder."""
         main = self.runtime.is_main
         return Requests(
             stop=self.stop_flag.raised or (main and self.run.stop_requested()),
@@ -347,7 +346,7 @@ class Trainer:
         )
 
     def _answer_save_request(self) -> None:
-        """Removes RUN/SAVE when the checkpoint is complete, which tells the author of the file."""
+        """Removes RUN/SAVE when the checkpoint is complete, as a sign to the author of the file."""
         self.checkpointer.wait()
         if self.runtime.is_main:
             self.run.remove_save_request()
@@ -379,7 +378,7 @@ def pretrain(
     Args:
         root: the run's folder.
         stop_flag, profile: see ``Trainer``.
-        restart: begins at step 0 whatever the folder holds, see ``RunDirectory.restart``.
+        restart: begin at step 0 even if the folder has checkpoints, see ``RunDirectory.restart``.
 
     Returns:
         whether the run is finished.
@@ -391,7 +390,7 @@ def pretrain(
     run, signs = RunDirectory(root), LifeSigns(runtime)
 
     def open_run() -> None:
-        # The job before may have died with its node, whose lock some file systems keep for minutes.
+        # The previous job may have died with its node. Some file systems keep the lock of a dead node for minutes.
         run.lock.acquire(patience_s=240.0 if "M6_ATTEMPT_DIR" in os.environ else 0.0)
         if restart:
             run.restart()
@@ -403,7 +402,7 @@ def pretrain(
             on_main_rank(open_run)
             check_shared(root, runtime)
         while True:
-            # Closed after a lost rank was named: the checkpoint's thread may wait for its part.
+            # Closed only after a lost rank was named: the checkpoint's thread may wait for the part of this rank.
             with contextlib.ExitStack() as closing, signs.naming_the_lost():
                 trainer = Trainer(config, run, runtime, stop_flag, profile, may_restart=True)
                 closing.callback(trainer.close)

@@ -1,6 +1,6 @@
 """The coordinates of a rank, and every process group of a run.
 
-The names are those of torchtitan's ``ParallelDims`` and PyTorch's ``DeviceMesh``: ``pp`` stages of a pipeline, ``dp``
+The names follow torchtitan's ``ParallelDims`` and PyTorch's ``DeviceMesh``: ``pp`` stages of a pipeline, ``dp``
 replicas with different micro-batches, ``tp`` parts of matrices, ``ep`` parts of the experts. A rank's number is
 ``(pp_rank * dp + dp_rank) * tp + tp_rank``; ``ep`` divides the ranks of a stage, ``dp * tp``, into neighbours. No other
 file makes groups or computes with ranks; a test checks it.
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 GroupKind = Literal["expert_parallel", "expert_data_parallel"]
 
 _expert_shapes: WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = WeakKeyDictionary()
-"""By the group of all ranks: ``pp`` and ``tp`` of the last engine, for which DeepSpeed has made groups of experts."""
+"""Group of all ranks -> ``pp`` and ``tp`` of the last engine. DeepSpeed has made its groups of experts for these."""
 _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ParallelDims], DeviceMesh]] = WeakKeyDictionary()
-"""By the group of all ranks: an engine that is built again gets the groups of the first one."""
+"""Group of all ranks -> meshes. A second engine in the process reuses the groups of the first."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class ParallelDims:
 
     Attributes:
         rank, world_size: see ``Runtime``.
-        pp: ranks of a pipeline; they read the same micro-batches.
-        tp: ranks of a tensor group, nearest neighbours; they read the same micro-batches. In a layer of experts each
-            computes a part of the tokens.
-        ep: neighbours in a stage; together they hold all experts.
+        pp: the number of ranks of a pipeline; they read the same micro-batches.
+        tp: the number of ranks of a tensor group, nearest neighbours; they read the same micro-batches. In a layer of
+            experts each computes a part of the tokens.
+        ep: the number of ranks of an expert-parallel group, neighbours in a stage; together they hold all experts.
     """
 
     rank: int
@@ -50,17 +50,17 @@ class ParallelDims:
 
     @classmethod
     def of(cls, config: RunConfig, rank: int, world_size: int) -> ParallelDims:
-        """The dimensions of a run, at one of its ranks."""
+        """Returns the dimensions of a run, with the coordinates of one rank."""
         return cls(rank, world_size, config.pipeline_size, config.tensor_size, config.m6.training.ep_size)
 
     @property
     def dp(self) -> int:
-        """Number of copies of the model. Each reads micro-batches of its own."""
+        """The number of copies of the model. Each copy reads its own micro-batches."""
         return self.world_size // (self.pp * self.tp)
 
     @property
     def dp_rank(self) -> int:
-        """The number of this rank's copy of the model, and so of its micro-batches."""
+        """The data-parallel rank: the number of this rank's copy of the model."""
         return self.rank // self.tp % self.dp
 
     @property
@@ -75,7 +75,7 @@ class ParallelDims:
 
     @property
     def edp(self) -> int:
-        """Groups of ``ep`` ranks among those of ``dp``: copies of each expert of a stage without tensor groups."""
+        """The number of expert-parallel groups along ``dp``: copies of each expert in a stage without tensor groups."""
         return self.dp // self.ep
 
     @property
@@ -85,30 +85,30 @@ class ParallelDims:
 
     @property
     def reads_first(self) -> bool:
-        """Whether this rank counts its micro-batches, for sums with each micro-batch once."""
+        """Whether this rank counts its micro-batches. In sums over these ranks, each micro-batch counts once."""
         return self.model_rank == 0
 
     def rank_of_stage(self, pp_rank: int) -> int:
-        """The global rank at another place of this rank's pipeline."""
+        """Returns the global rank at the position ``pp_rank`` of this rank's pipeline."""
         return (pp_rank * self.dp + self.dp_rank) * self.tp + self.tp_rank
 
     def part(self, ranks_per_part: int) -> tuple[int, int]:
-        """The number of this rank's part of a step, shared by so many neighbours in ``dp``, and its place there."""
+        """Returns the number of this rank's part of a step, and its position among the neighbours with this part."""
         return divmod(self.dp_rank, ranks_per_part)
 
     def share(self, numel: int) -> tuple[int, int]:
-        """Begin and end of this rank's part of ``numel`` elements, divided among the ranks of its stage."""
+        """Returns begin and end of this rank's part of ``numel`` elements, divided among the ranks of its stage."""
         ranks = self.dp * self.tp
         place = self.rank % ranks
         return numel * place // ranks, numel * (place + 1) // ranks
 
     def stages(self) -> list[list[int]]:
-        """The global ranks with each part of the layers, also those with other parts of its matrices."""
+        """Returns the global ranks of each pipeline stage, including all ranks of its tensor groups."""
         ranks = self.dp * self.tp
         return [list(range(first, first + ranks)) for first in range(0, self.world_size, ranks)]
 
     def ranks(self, dim: Literal["pp", "dp", "tp"]) -> list[list[int]]:
-        """The global ranks of all groups along a dimension, each in the order of its places."""
+        """Returns the global ranks of all groups along a dimension, each in order."""
         sizes = {"pp": self.pp, "dp": self.dp, "tp": self.tp}
         strides = {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}
         size, stride = sizes[dim], strides[dim]
@@ -119,16 +119,16 @@ class ParallelDims:
 class Mesh:
     """The process groups of a run; every rank makes it. Its ``get_`` methods are the ``mpu`` of DeepSpeed 0.19.8.
 
-    The groups along ``pp``, ``dp`` and ``tp`` are those of PyTorch's ``DeviceMesh``. DeepSpeed makes the groups of
-    experts inside of each stage, see ``install``; ``moe`` makes the groups for the exchange of tokens.
+    The groups along ``pp``, ``dp`` and ``tp`` come from PyTorch's ``DeviceMesh``. DeepSpeed makes the groups of
+    experts inside each stage, see ``install``; ``moe`` makes the groups of its all-to-alls.
 
     Args:
         dims: of this rank.
-        device: of the tensors that the groups exchange.
+        device: of the tensors in collectives.
 
     Attributes:
-        dims, device: see above.
-        device_mesh: with ``dp``, and with ``pp`` and ``tp`` if they are larger than 1.
+        dims, device: the arguments.
+        device_mesh: with the dimension ``dp``, and with ``pp`` and ``tp`` if they are larger than 1.
         replicas: the ranks along ``dp``, with the same part of the model; None: all ranks of the run.
     """
 
@@ -142,14 +142,14 @@ class Mesh:
 
     @property
     def is_divided(self) -> bool:
-        """Whether a rank has only a part of the model, beside its part of the experts."""
+        """Whether pipeline stages or tensor groups divide the model. Expert parallelism does not count."""
         return self.dims.pp * self.dims.tp > 1
 
     @property
     def model(self) -> dist.ProcessGroup:
-        """The ranks of a pipeline, or of a tensor group where there is no pipeline.
+        """The ranks of a pipeline, or of a tensor group if there is no pipeline.
 
-        Where there are both, a pipeline has the ranks with the same part of matrices.
+        If there are both, the ranks of a pipeline have the same part of the matrices.
         """
         return self.device_mesh.get_group("pp" if self.dims.pp > 1 else "tp")
 
@@ -159,33 +159,33 @@ class Mesh:
         return self.device_mesh.get_group("tp") if self.dims.tp > 1 else None
 
     def stage(self) -> dist.ProcessGroup | None:
-        """The ranks with the same layers, also those with other parts of matrices; None: all. All ranks call it."""
+        """Returns the ranks of this rank's stage, including all its tensor groups; None: all. All ranks call it."""
         return None if self.dims.pp == 1 else own_group(self.dims.stages(), "stage")
 
     @property
     def stage_ends(self) -> tuple[int, int]:
-        """The global ranks of the first and the last place of this rank's pipeline."""
+        """The global ranks of the first and the last stage of this rank's pipeline."""
         return self.dims.rank_of_stage(0), self.dims.rank_of_stage(self.dims.pp - 1)
 
     def of_pipelines(self, purpose: str) -> dist.ProcessGroup | None:
-        """This rank's pipeline with a communicator for one purpose. All ranks call it.
+        """Returns this rank's pipeline with a communicator for one purpose. All ranks call it.
 
-        NCCL runs the messages of a group one after the other. A message can overtake another one only in another group.
+        NCCL runs the messages of a group one after the other. A message can overtake only messages of other groups.
         """
         return self._formed(self.dims.ranks("pp"), purpose)
 
     def of_ends(self, purpose: str) -> dist.ProcessGroup | None:
-        """The first and the last rank of this rank's pipeline, None on the others. All ranks call it."""
+        """Returns the group of the first and the last rank of this pipeline; None on other ranks. All ranks call it."""
         return self._formed([[ranks[0], ranks[-1]] for ranks in self.dims.ranks("pp")], purpose)
 
     def own_group(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """This rank's group among those of a grid inside of tensor groups. All ranks call it with all groups."""
+        """Returns this rank's group among the groups of a grid inside tensor groups. All ranks pass all groups."""
         return own_group(groups, "tensor")
 
     def install(self) -> Mesh | None:
-        """Makes this DeepSpeed's ``mpu`` if a rank has a part of the model, and returns it.
+        """Makes this object DeepSpeed's ``mpu`` if the model is divided, and returns it; otherwise None.
 
-        Called before experts are split: DeepSpeed then makes their groups among the ranks of one stage.
+        Call it before experts are split: DeepSpeed then makes the groups of experts among the ranks of one stage.
         """
         from deepspeed.utils import groups
 
@@ -193,49 +193,49 @@ class Mesh:
         world, shape = dist.group.WORLD, (self.dims.pp, self.dims.tp)
         assert world is not None
         if _expert_shapes.get(world, shape) != shape:
-            # DeepSpeed 0.19.8 would find the groups of an engine with other stages by the same name.
+            # DeepSpeed 0.19.8 would reuse groups of the same name from an engine with other stages.
             for name in ("EXPERT_PARALLEL", "EXPERT_DATA_PARALLEL"):
                 getattr(groups, f"_{name}_GROUP").clear()
                 getattr(groups, f"_{name}_GROUP_RANKS").clear()
         _expert_shapes[world] = shape
         return self if self.is_divided else None
 
-    # What DeepSpeed asks
+    # DeepSpeed's mpu interface
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks of ZeRO's partitions."""
         return self.replicas
 
     def get_data_parallel_world_size(self) -> int:
-        """Their number."""
+        """The number of ranks of the data-parallel group."""
         return self.dims.dp
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's number among them."""
+        """This rank's number in the data-parallel group."""
         return self.dims.dp_rank
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks of the other parts of the model."""
+        """The ranks with the other parts of the model."""
         return self.model
 
     def get_model_parallel_world_size(self) -> int:
-        """Their number."""
+        """The number of parts of the model, without expert parallelism."""
         return self.dims.pp * self.dims.tp
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's number among them."""
+        """The number of this rank's part of the model."""
         return self.dims.model_rank
 
     def get_pipeline_model_parallel_world_size(self) -> int:
-        """Ranks of a pipeline: DeepSpeed makes groups of experts in each of them."""
+        """The number of pipeline stages: DeepSpeed makes groups of experts in each stage."""
         return self.dims.pp
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """Ranks of a division of single matrices."""
+        """The number of ranks of a tensor group."""
         return self.dims.tp
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """This rank's number among them."""
+        """This rank's number in its tensor group."""
         return self.dims.tp_rank
 
     def _formed(self, groups: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup | None:
@@ -245,28 +245,28 @@ class Mesh:
         return group
 
     def _form(self, group: dist.ProcessGroup) -> None:
-        # Now, when all ranks are at one place; NCCL would form the communicator at the first collective.
+        # All ranks are at the same point now. Otherwise NCCL would form the communicator at the first collective.
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
 
 def own_group(groups: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup | None:
-    """Makes all groups for a purpose, as torch.distributed wants it, and returns this rank's."""
+    """Makes all groups for a purpose and returns this rank's. In torch.distributed all ranks must make all groups."""
     made = [group_of(ranks, purpose) for ranks in groups]
     return next((group for group in made if group is not None), None)
 
 
 def expert_group(kind: GroupKind, ep_size: int) -> dist.ProcessGroup | None:
-    """One of DeepSpeed's process groups of this rank.
+    """Returns one of DeepSpeed's process groups of this rank.
 
     Args:
         kind: ``expert_parallel``: ranks with all experts together; ``expert_data_parallel``: ranks with the same
             experts.
-        ep_size: number of ranks with all experts together.
+        ep_size: the size of the expert-parallel group.
 
     Returns:
-        None if ep_size is 1 and there are no tensor groups. There is then no expert-parallel group, and all ranks hold
-        the same experts: as an argument of a collective, None means all ranks. In tensor groups the ranks with the same
-        experts have other tokens, but not other micro-batches, so that experts have groups of their own.
+        The group; None if ep_size is 1 and there are no tensor groups. All ranks then hold the same experts, and as an
+        argument of a collective None means all ranks. In tensor groups, ranks with the same experts have different
+        tokens of the same micro-batches, so experts have their own groups even if ep_size is 1.
     """
     from deepspeed.utils import groups
 
@@ -276,7 +276,7 @@ def expert_group(kind: GroupKind, ep_size: int) -> dist.ProcessGroup | None:
 
 
 def named_expert_group(kind: GroupKind, name: str) -> dist.ProcessGroup:
-    """A process group of this rank; ``name`` is the ``group_name`` of an expert's parameter."""
+    """Returns a process group of this rank; ``name`` is the ``group_name`` of an expert's parameter."""
     from deepspeed.utils import groups
 
     group: dist.ProcessGroup = getattr(groups, f"_get_{kind}_group")(name)

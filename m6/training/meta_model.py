@@ -1,4 +1,4 @@
-"""The model before it has memory: where the building of an engine and the trace of a step begin."""
+"""The model on the meta device, without memory: the start of an engine and of the dry trace of a step."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def build_meta_model(
 
     Args:
         config: of the run.
-        sharing: what the layers of the Pseudo model share; None: the Real model.
-        tensor_group: the ranks that compute the same hidden states, and divide the tokens of experts among them.
+        sharing: the shared layers of the Pseudo model; None: the Real model.
+        tensor_group: the ranks with the same hidden states. They divide the tokens for the experts among them.
     """
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config.model)
@@ -34,7 +34,7 @@ def build_meta_model(
 
 
 def count_trained(config: RunConfig) -> tuple[int, int]:
-    """Returns how many parameters the run trains and how many the model has, on all ranks together."""
+    """Returns the numbers of trained parameters and of parameters without adapters, on all ranks together."""
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config.model)
     total = sum(parameter.numel() for parameter in model.parameters())

@@ -1,7 +1,7 @@
-"""Compares weights of which several ranks hold copies: those have to be equal to the bit.
+"""Compares copies of weights on several ranks: they must be bit-identical.
 
-Megatron-LM does the same with ``--check-weight-hash-across-dp-replicas-interval``. A copy that drifts, by a fault of a
-device or of the program, otherwise falsifies the gradients of all ranks from then on.
+Megatron-LM does the same with ``--check-weight-hash-across-dp-replicas-interval``. A copy may drift by a fault of a
+device or of the program. Without the comparison it then falsifies the gradients of all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LARGEST = 2**62 - 1
 
 
 class Replicated(NamedTuple):
-    """A tensor of which each rank of ``group`` (None: of the run) holds a copy."""
+    """A tensor with a copy on each rank of ``group`` (None: of the run)."""
 
     name: str
     data: Tensor
@@ -30,10 +30,10 @@ class Replicated(NamedTuple):
 
 
 def hash_of(tensor: Tensor) -> Tensor:
-    """A hash of the bits of a tensor, as a scalar int64 on its device; one pass reads the tensor.
+    """Returns a hash of the bits of a tensor, as a scalar int64 on its device. It reads the tensor once.
 
-    The integers of each row of 4,096 elements are added up, and the sums with odd weights. All of that is exact, so
-    that it depends on no order.
+    The bits of the elements are integers. Each row of 4,096 integers is summed, then the mixed sums with odd weights.
+    All sums are exact, so the hash does not depend on the order of additions.
     """
     bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
     begin = bits.numel() - bits.numel() % _ROW
@@ -41,16 +41,15 @@ def hash_of(tensor: Tensor) -> Tensor:
         [bits[:begin].view(-1, _ROW).sum(1, dtype=torch.int64), bits[begin:].sum(dtype=torch.int64).view(1)]
     )
     weights = torch.arange(1, 2 * len(sums), 2, device=tensor.device)
-    # Neighbouring rows may not be exchanged, nor sums cancel: their bits are mixed first.
+    # The bits of each sum are mixed first, so that exchanged rows or opposite errors change the hash.
     mixed = (sums ^ (sums >> 29)) * 0x9E3779B97F4A7C1
     return (mixed * weights).sum() & _LARGEST
 
 
 def find_difference(tensors: Iterable[Replicated], runtime: Runtime) -> str | None:
-    """Says which rank's copy of which tensor differs from those of other ranks; None if all are equal.
+    """Describes the first tensor with unequal copies, and the ranks in the minority; None if all copies are equal.
 
-    Every rank calls this function, and gets the same answer. Ranks whose copies are in the minority are named; of two,
-    nobody knows which one is right.
+    Every rank calls this function, and gets the same answer. Of only two copies, nobody knows the right one.
     """
     groups: dict[dist.ProcessGroup | None, list[tuple[str, Tensor]]] = {}
     for name, data, group in tensors:
@@ -59,6 +58,7 @@ def find_difference(tensors: Iterable[Replicated], runtime: Runtime) -> str | No
     differing: list[tuple[str, int, list[int]]] = []
     for group, hashes in groups.items():
         own = torch.stack([each for _, each in hashes])
+        # The largest negated hash is the negated smallest hash, so one all-reduce gives both bounds.
         bounds = torch.cat([own, -own])
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
         largest, smallest = bounds[: len(own)], -bounds[len(own) :]
@@ -80,7 +80,7 @@ def find_difference(tensors: Iterable[Replicated], runtime: Runtime) -> str | No
 
 
 def _in_words(name: str, hashes: dict[int, int], runtime: Runtime) -> str:
-    # Of as many copies of each kind, that of the first rank is taken for the right one.
+    # If several values are equally frequent, the copy of the first rank counts as right.
     (right, _), *_ = Counter(hashes.values()).most_common()
     first = next(rank for rank, value in hashes.items() if value == right)
     others = [runtime.name_of(rank) for rank, value in hashes.items() if value != right]

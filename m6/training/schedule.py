@@ -9,17 +9,17 @@ from m6.config.run import RunConfig
 from m6.config.sections import ScheduleSettings
 
 NEXT_RATE = "next_learning_rate"
-"""The key of a checkpoint's state: the rate that the schedule has for the step after it."""
+"""The key of a checkpoint's state with the schedule's learning rate for the next step."""
 
 
 def scheduled_rate(step: int, config: RunConfig) -> float:
-    """The schedule's learning rate of optimizer step ``step`` (the first is 0)."""
+    """Returns the schedule's learning rate of optimizer step ``step`` (the first is 0)."""
     peak: float = config.deepspeed.optimizer_params["lr"]
     return peak * learning_rate_factor(step, config.m6.training.total_steps, config.m6.schedule)
 
 
 def changed_rate(config: RunConfig, state: dict[str, Any]) -> str | None:
-    """A warning if a run goes on from a checkpoint with this state at another rate than the checkpoint's run would."""
+    """Returns a warning if the learning rate of a resumed run differs from the checkpoint's schedule, else None."""
     step, before = state["step"], state.get(NEXT_RATE)
     rate = scheduled_rate(step, config)
     if before is None or math.isclose(rate, before, rel_tol=1e-9):
@@ -31,9 +31,9 @@ def changed_rate(config: RunConfig, state: dict[str, Any]) -> str | None:
 
 
 def learning_rate_factor(step: int, total_steps: int, settings: ScheduleSettings) -> float:
-    """The learning rate of optimizer step ``step`` (the first is 0), divided by its peak.
+    """Returns the learning rate of optimizer step ``step`` (the first is 0), divided by its peak.
 
-    A linear warm-up is followed by ``constant``, ``cosine``, ``polynomial`` or ``wsd``. The latter is warm-up, stable,
+    A linear warm-up is followed by ``constant``, ``cosine``, ``polynomial`` or ``wsd``. ``wsd`` is warm-up, stable,
     decay (Hu et al. 2024, arXiv 2404.06395) with a linear decay.
     """
     if step < settings.warmup_steps:

@@ -31,18 +31,17 @@ from m6.training.schedule import scheduled_rate
 from m6.training.stages.stage import Stage
 from moe import BiasBalancer, MoELayer, RoutingStats
 
-_SEED_STRIDE = (
-    1_000_003  # larger than the number of micro-batches of most runs: other seeds of a run give other dropout
-)
+# Larger than the number of micro-batches of most runs, so that different seeds give different dropout.
+_SEED_STRIDE = 1_000_003
 
 
 def micro_batch_numbers(config: RunConfig, dims: ParallelDims, step: int) -> list[int]:
-    """The global numbers of a rank's micro-batches in a step.
+    """Returns the global numbers of a rank's micro-batches in a step.
 
     A step has the same micro-batches on any number of ranks, whatever their shares. Each rank has a contiguous part, so
-    that it reads few lanes of the sources (m6/data/order.py). The ranks of a pipeline have the same ones.
-    ``config.ranks_per_part`` neighbours share a part, in which they take turns: the micro-batches that they compute at
-    the same time are then the same on any number of ranks.
+    that it reads few lanes of the sources (m6/data/order.py). The ranks of a pipeline have the same micro-batches.
+    ``config.ranks_per_part`` neighbours share a part and take its micro-batches in turn. The set of simultaneous
+    micro-batches is then the same on any number of ranks.
     """
     sizes, together = config.batch_sizes, config.ranks_per_part
     shares = config.division(dims.world_size).shares(sizes.of(step))
@@ -53,13 +52,13 @@ def micro_batch_numbers(config: RunConfig, dims: ParallelDims, step: int) -> lis
 
 @dataclass
 class BegunStep:
-    """A step whose forward passes have run on this rank.
+    """A step after its forward passes on this rank.
 
     Attributes:
         step: number of the step; the first is 0.
         learning_rate: of the step.
-        micro_batches: of the global batch.
-        targets: number of its targets.
+        micro_batches: number of micro-batches of the global batch.
+        targets: number of targets of the global batch.
         tokens, samples, bad_rows, pictures, token_pairs: see ``StepOutcome``.
         sums: of this rank.
         router_entropy: sums over this rank's micro-batches, of each sparse layer.
@@ -78,7 +77,7 @@ class BegunStep:
     router_entropy: Tensor
 
     def outcome(self, update: Update, result: StepResult, nonfinite_routers: list[str]) -> StepOutcome:
-        """What came out of the step."""
+        """Returns the outcome of the step."""
         return StepOutcome(
             step=self.step + 1,
             result=result,
@@ -111,7 +110,7 @@ class TrainStep:
         self._is_sliced = config.pipeline is not None and config.pipeline.slices is not None
         self.health = ExpertHealth(engine.module, config.model)
         self.noise = GradientNoise(config, engine)
-        # In the order of the forward pass, which is also the order of the router statistics. None: on another rank.
+        # In the order of the forward pass and of the router statistics. None: the layer is on another rank.
         self.sparse: dict[str, MoELayer | None] = {
             f"layers.{index}.ffn": getattr(layer, "ffn", None)
             for index, layer in enumerate(engine.module.model.layers)
@@ -127,11 +126,11 @@ class TrainStep:
         Args:
             step: number of the step; the first is 0.
             micro_batches: this rank's part of the step.
-            read_requests: returns the requests to this rank. It is called at the end of the step, so that requests that
-                arrive during the step count. The outcome holds the requests of all ranks.
+            read_requests: returns the requests to this rank. It is called at the end of the step, so that requests
+                during the step count. The outcome holds the requests of all ranks.
 
         Returns:
-            the outcomes of the steps that have ended: of this one.
+            the outcomes of finished steps: here only of this step.
         """
         begun = self._begin(step, micro_batches)
         update = self.engine.update()
@@ -141,11 +140,11 @@ class TrainStep:
         return [begun.outcome(update, begun.sums.reduce(read_requests()), nonfinite_routers)]
 
     def flush(self) -> list[StepOutcome]:
-        """Ends all steps that are under way: none."""
+        """Ends all steps in flight and returns their outcomes. Here it is a no-op."""
         return []
 
     def _begin(self, step: int, micro_batches: list[MicroBatch]) -> BegunStep:
-        """Runs the passes of a step, or its forward passes and as many backward passes as the engine does."""
+        """Runs the passes of a step. The engine may leave some of its backward passes for later."""
         shares = self._division.shares(self.config.batch_sizes.of(step))
         targets, tokens, samples, bad_rows, pictures, token_pairs = self._count(micro_batches, max(shares))
         begun = BegunStep(
@@ -177,7 +176,7 @@ class TrainStep:
         """Sums over the global batch: targets, tokens, samples, bad rows, pictures and pairs of tokens.
 
         Args:
-            most: micro-batches of the rank with most of them.
+            most: the largest number of micro-batches of a rank.
         """
         counts = [
             (
@@ -199,11 +198,11 @@ class TrainStep:
         return scheduled_rate(step, self.config) * self.stage.learning_rate_factor(step)
 
     def _seed(self, number: int) -> int:
-        """The seed for the dropout of a micro-batch; it depends on its global number and not on the rank."""
+        """Returns the seed for the dropout of a micro-batch. It depends on the global number and not on the rank."""
         return (self.config.m6.training.seed * _SEED_STRIDE + number) % 2**63
 
     def _loss(self, batch: MicroBatch, output: M6Output, begun: BegunStep) -> Tensor:
-        """The part of the global batch's loss that this micro-batch, or a part of its layers, contributes."""
+        """Returns the contribution of this micro-batch, or of a part of its layers, to the loss of the global batch."""
         assert output.aux_loss is not None
         labelled, losses = batch.labels != IGNORED_LABEL, output.target_losses
         if losses is None:  # a stage of a pipeline before the last one
@@ -214,15 +213,16 @@ class TrainStep:
         )
         if output.router_stats:
             self._add_router_stats(begun, output.router_stats)
-        # The engine may average gradients over ranks. Times their number and divided by the targets of all ranks, the
-        # sum becomes the mean over targets. The routers' loss is a mean over tokens: the share of them makes it a sum.
+        # The engine may average gradients over ranks, so the loss is multiplied by their number. Divided by the targets
+        # of all ranks, the sum becomes the mean over targets. The routers' loss is a mean over the micro-batch's
+        # tokens: multiplied by their share of all tokens, it adds up to the mean over the global batch.
         averaged_over = self.engine.averaged_over
         per_target, share = averaged_over / begun.targets, averaged_over * batch.num_tokens / max(begun.tokens, 1)
         return loss * per_target + output.aux_loss * share
 
     def _add_router_stats(self, begun: BegunStep, stats: tuple[RoutingStats, ...]) -> None:
         self.health.add(stats)
-        # The entropy is not finite if a router's logits are not, so a skipped step can name the router.
+        # A router with non-finite logits has a non-finite entropy. A skipped step can thus name the router.
         begun.router_entropy += torch.stack([layer.router_entropy.detach().sum() for layer in stats])
         if self.config.model.moe_config().balance_bias_rate:
             own = zip(stats, self.sparse.values(), strict=True)

@@ -1,1 +1,1 @@
-"""Products of sorted rows with each expert's matrix, and the experts' operator that uses them."""
+"""Products of sorted rows with each expert's matrix, and the operator of all experts."""

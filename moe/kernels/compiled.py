@@ -23,7 +23,7 @@ SOURCE = Path(__file__).with_name("expert_products.cpp")
 # -fopenmp: PyTorch's wheels for Linux contain GCC's OpenMP library, so the kernel uses the same threads as PyTorch.
 _VARIABLE, _CHOICES = "M6_RECIPES_EXPERTS", ("compiled", "pytorch")
 _MEASURED, _WIDTH, _ROUNDS = ((4, 64), (16, 8)), 256, 3
-"""(experts, rows of each), width, and how often both are measured in turn: in all a few GFLOP."""
+"""Shapes (experts, rows of each), width, and number of measured rounds: in all a few GFLOP."""
 FLAGS = ("-O3", "-std=c++17", "-march=x86-64-v4", "-fopenmp", "-fPIC", "-shared")
 
 
@@ -78,7 +78,7 @@ class CompiledProducts:
         return output
 
     def _check(self, rows: Tensor, other: Tensor) -> None:
-        """Checks what PyTorch's operators would check; the kernel gets only addresses.
+        """Checks types, devices and numbers of rows as PyTorch's operators do. The kernel gets only addresses.
 
         Raises:
             ValueError: a type, a device or a number of rows is wrong.
@@ -91,7 +91,6 @@ class CompiledProducts:
 
 
 def _pointers(*tensors: Tensor) -> list[int]:
-    """Returns the addresses of the tensors' data."""
     return [tensor.data_ptr() for tensor in tensors]
 
 
@@ -100,8 +99,8 @@ def load_kernel() -> ctypes.CDLL | None:
     """Builds or finds the kernel and loads it.
 
     Returns:
-        None on processors without AVX-512, for which the kernel is not written, and without the C++ file, which is not
-        part of exported models; None, after a warning, where it cannot be built; None where PyTorch is faster.
+        The kernel, or None: on processors without AVX-512, without the C++ file (exported models lack it), after a
+        failed build (with a warning), or if PyTorch is faster here.
     """
     forced = os.environ.get(_VARIABLE, "")
     if forced not in ("", *_CHOICES):
@@ -121,13 +120,13 @@ def load_kernel() -> ctypes.CDLL | None:
     kernel.sum_outer_products.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_int]
     kernel.sum_outer_products.restype = None
     asked = f"{processor_name()} {torch.get_num_threads()} threads torch {torch.__version__}"
-    # Both are right to rounding, but a run that goes on should go on with the same one: the answer is kept.
+    # The results differ by rounding, so a resumed run should use the same kernel: the choice is stored.
     chosen = forced or remembered(kernel, asked, lambda: _faster(kernel), "compiled")
     return None if chosen == "pytorch" else kernel
 
 
 def _faster(kernel: ctypes.CDLL) -> str:
-    """Which of ``_CHOICES`` takes less time for forward and backward products of few and of many rows an expert."""
+    """Returns the faster of ``_CHOICES``, for forward and backward products with few and with many rows per expert."""
     seconds: dict[str, list[float]] = {choice: [] for choice in _CHOICES}
     with torch.no_grad():
         cases = [_Case(num_experts, num_rows) for num_experts, num_rows in _MEASURED]
@@ -136,7 +135,7 @@ def _faster(kernel: ctypes.CDLL) -> str:
                 begin = time.perf_counter()
                 for case in cases:
                     case.compiled(kernel) if choice == "compiled" else case.grouped()
-                if round_number:  # the first one finds the memory
+                if round_number:  # the first round allocates memory
                     seconds[choice].append(time.perf_counter() - begin)
     return min(_CHOICES, key=lambda choice: statistics.median(seconds[choice]))
 

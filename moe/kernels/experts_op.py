@@ -3,8 +3,8 @@
     rows = tokens[source]                     h = rows w_in^T + b_in          a = act(h) * mask / (1 - dropout)
     y = a w_out^T + b_out                     output_t = sum over the rows r of token t:  gate_r * y_r
 
-One operator, because it then decides itself which tensors are saved for the backward pass, and because compilers see no
-shapes that depend on data.
+A single operator has two advantages: it chooses the tensors saved for the backward pass, and compilers see no
+data-dependent shapes.
 
 It saves the tokens, h, a and y. With ``recompute`` it saves only the tokens and h, and computes the gradient of a gate
 as <g_r w_out, a_r> + <g_r, b_out> instead of <g_r, y_r>, where g_r is the gradient of the output of row r's token.
@@ -21,7 +21,7 @@ from moe.precision import without_autocast
 
 
 class Pairs(NamedTuple):
-    """The (token, expert) pairs that R rows, sorted by expert, stand for.
+    """The (token, expert) pairs of R rows sorted by expert.
 
     Attributes:
         source: [R] int64, the index of each row's token.
@@ -71,18 +71,18 @@ def compute_experts(
 
     Args:
         tokens: [T, D] with ``source``, ``gates``, ``by_token`` and ``offsets`` as in ``Pairs``. If these are None:
-            the rows themselves [R, D], sorted by expert, which are then not multiplied by gates.
+            the rows themselves [R, D], sorted by expert; no gates are applied.
         counts: [E] int64, the number of rows of each expert.
-        w_in, w_out, b_in, b_out: [E, H, D], [E, D, F], [E, H], [E, D]; H is F, or 2 F for swiglu. They are converted to
-            the type of the tokens, in each pass again, so that no copy is kept in between.
-        mask: bool [R, F], which hidden units dropout keeps; they are divided by 1 - ``dropout``.
+        w_in, w_out, b_in, b_out: [E, H, D], [E, D, F], [E, H], [E, D]; H is F, or 2 F for swiglu. Each pass converts
+            them to the type of the tokens, so that no copy is kept between passes.
+        mask: bool [R, F], true for hidden units kept by dropout; these are divided by 1 - ``dropout``.
         activation: a key of ``ACTIVATIONS``.
         recompute: whether the backward pass computes the activation again.
         save: whether a backward pass may follow.
 
     Returns:
-        The output [T, D] or [R, D], and the tensors to save: h [R, H], a [R, F], y [R, D]. A tensor that need not be
-        saved is empty.
+        The output [T, D] or [R, D], and the tensors to save: h [R, H], a [R, F], y [R, D]. A tensor not needed by the
+        backward pass is empty.
     """
     with without_autocast(tokens):
         pairs = _pairs(source, gates, by_token, offsets)
@@ -105,8 +105,8 @@ def compute_experts(
         return sum_by_token(y, pairs, weigh=True), h, a, y if save and not recompute else y.new_empty(0)
 
 
-# Here "moe". An exported model carries a copy of this file under another name, and a second operator of one name would
-# break the first one in a process that has both.
+# Here "moe". An exported model carries a copy of this file under another name. In a process with both, two operators of
+# the same name would break each other.
 _NAMESPACE = __name__.removesuffix(".kernels.experts_op").replace(".", "_")
 
 experts_op = library.custom_op(f"{_NAMESPACE}::experts", compute_experts, mutates_args=())
@@ -227,7 +227,7 @@ class ExpertsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of all arguments that need one, None for the others."""
+        """Returns one gradient for each argument; None where none is needed."""
         needs = ctx.needs_input_grad
         needed = [needs[0], needs[2], *needs[6:10]]  # tokens, gates, weights and biases
         results = experts_backward_op(grads[0], *ctx.saved_tensors, *ctx.settings, needed)
@@ -245,7 +245,7 @@ def _pairs(
 
 
 def _spread(biases: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
-    """Repeats each expert's biases [E, Q] for its rows, [R, Q] in their type; does not wait for the counts."""
+    """Repeats each expert's biases [E, Q] for its rows: [R, Q] in the rows' type. Does not wait for the device."""
     return biases.to(rows.dtype).repeat_interleave(counts, dim=0, output_size=len(rows))
 
 

@@ -1,4 +1,4 @@
-"""Matrix products over rows that are sorted by expert: by our own kernel, by one grouped call, or in a loop."""
+"""Matrix products over rows sorted by expert: by our own kernel, by one grouped call, or in a loop."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -10,8 +10,8 @@ from torch.nn.functional import grouped_mm
 
 from moe.kernels.compiled import CompiledProducts, load_kernel
 
-# oneDNN, which multiplies 16 bits on a CPU, compiles a kernel for every new number of rows. That takes as long as a
-# small product. The numbers of experts' rows hardly ever repeat; rounded up to a multiple of this, they do.
+# On a CPU, oneDNN multiplies 16-bit matrices. It compiles a kernel for every new number of rows, and this takes as long
+# as a small product. The experts' numbers of rows hardly ever repeat, unless they are rounded up to a multiple of this.
 CPU_ROWS = 64
 # On CUDA one grouped product of PyTorch 2.13 takes fewer groups than this.
 _CUDA_GROUPS = 1024
@@ -36,15 +36,15 @@ class Products(Protocol):
 def choose_products(rows: Tensor, counts: Tensor, *weights: Tensor) -> Products:
     """Returns the fastest valid implementation, as measured (scripts/benchmarks/results/moe_layer_speed.md).
 
-    ``torch.nn.functional.grouped_mm`` supports neither float64 nor empty inputs, and needs each row of its operands to
-    start at a multiple of 16 bytes, and on a GPU fewer than 1,024 experts. On CPUs 16-bit products are those of the
-    loop: in float32 where the processor has no 16-bit arithmetic
-    (scripts/benchmarks/results/moe_layer_bfloat16_emulated.md), else of filled rows, see CPU_ROWS.
+    ``torch.nn.functional.grouped_mm`` supports neither float64 nor empty inputs. Each row of its operands must start at
+    a multiple of 16 bytes, and on a GPU there must be fewer than 1,024 experts. On CPUs 16-bit products use the loop:
+    in float32 if the processor has no 16-bit arithmetic (scripts/benchmarks/results/moe_layer_bfloat16_emulated.md),
+    otherwise with padded rows, see CPU_ROWS.
 
     Args:
         rows: [R, D].
         counts: [E] int64, the number of rows of each expert.
-        weights: stacked matrices [E, Q, P] that rows will be multiplied by.
+        weights: stacked matrices [E, Q, P] to multiply with.
     """
     if all(each.device.type == "cpu" and each.dtype == torch.float32 for each in (rows, *weights)):
         kernel = load_kernel()
@@ -62,7 +62,7 @@ def choose_products(rows: Tensor, counts: Tensor, *weights: Tensor) -> Products:
 
 
 def _is_emulated(rows: Tensor) -> bool:
-    """Returns whether this CPU has no arithmetic of the rows' 16-bit type, so that PyTorch emulates it slowly."""
+    """Returns whether this CPU lacks arithmetic for the rows' 16-bit type. PyTorch then emulates it slowly."""
     if rows.dtype == torch.bfloat16:
         return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
@@ -100,12 +100,12 @@ class GroupedProducts:
 class LoopProducts:
     """The products in a loop over the experts; the host waits for the counts.
 
-    Operands are converted to ``compute_dtype`` one expert at a time, so only one expert's copies exist at a time.
+    Operands are converted to ``compute_dtype`` for one expert after the other, so only one expert's copies exist.
 
     Args:
         counts: [E] int64, the number of rows of each expert.
         compute_dtype: the type of the products.
-        multiple: rows of zeros are added to each expert's up to a multiple of this number.
+        multiple: each expert's rows are padded with zeros to a multiple of this number.
     """
 
     def __init__(self, counts: Tensor, compute_dtype: torch.dtype, multiple: int = 1) -> None:
@@ -148,7 +148,7 @@ class LoopProducts:
         return F.pad(own, (0, 0, 0, missing)) if missing else own
 
     def _product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        """Computes left @ right, without the rows that ``out`` lacks."""
+        """Writes the first rows of left @ right to ``out``. Padded rows are left out."""
         if out.dtype == self.compute_dtype and len(out) == len(left):
             torch.mm(left, right, out=out)
         else:

@@ -42,13 +42,12 @@ def build_model(
 
     The order is: build on the meta device, split the experts over the ranks, share layers, drop the layers of other
     ranks, divide matrices, allocate, initialize. Parts of other ranks and copies of shared layers are thus never
-    allocated.
-    Initial values depend only on the parameter's name and the expert's number, so every layout starts with the same
-    model.
+    allocated. Initial values depend only on the parameter's name and the expert's number, so every layout starts with
+    the same model.
 
     Args:
-        sharing: what the layers of the Pseudo model share; None: the Real model.
-        mesh: of this rank; None: it has the whole model, but for experts of other ranks.
+        sharing: the shared layers of the Pseudo model; None: the Real model.
+        mesh: of this rank; None: this rank has the whole model, except experts of other ranks.
 
     Returns:
         the model, and its offloaded experts, if the run offloads them.
@@ -58,7 +57,7 @@ def build_model(
     if training.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if mesh is not None and config.pipeline is not None:
-        # After the split of experts, whose groups all ranks make, also those that keep none.
+        # After the split of experts: all ranks make its groups, also ranks without a layer of experts.
         keep_layers(model, config.pipeline.layers_of(mesh.dims.pp_rank, config.model.num_layers))
     if mesh is not None and mesh.is_divided:
         for layer in model.modules():
@@ -82,7 +81,7 @@ def build_engine(
 
     Args:
         sharing: as in ``build_model``.
-        engine_type: the class of the engine; None: the one that the configuration asks for.
+        engine_type: the class of the engine; None: chosen by the configuration.
 
     Raises:
         UserError: the run does not fit the number of ranks, or a memory budget is too small.
@@ -92,7 +91,7 @@ def build_engine(
     check_world_size(config, runtime.world_size)
     dims = ParallelDims.of(config, runtime.rank, runtime.world_size)
     if config.pipeline is not None:
-        # So that the log of a rank that fails or hangs names its part of the model.
+        # If the rank fails or hangs, its log names its part of the model.
         stages = config.pipeline.describe_rank(dims.pp_rank, config.model.num_layers)
         print(f"place: rank {runtime.rank}, pipeline {dims.dp_rank}, {stages}", file=sys.stderr, flush=True)
     mesh = Mesh(dims, runtime.device)
@@ -106,8 +105,8 @@ def build_engine(
     own_share = config.division(runtime.world_size).shares(config.deepspeed.train_batch_size)[dims.dp_rank]
     deepspeed_config = config.deepspeed.engine_config(own_share, dims.dp)
     if config.m6.communication.compresses:
-        deepspeed_config["communication_data_type"] = "fp32"  # also in steps that leave nothing out
-    # DeepSpeed's initialization prints warnings about features that the run does not use.
+        deepspeed_config["communication_data_type"] = "fp32"  # also in steps without compression
+    # DeepSpeed's initialization prints warnings about unused features.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         initialized, *_ = deepspeed.initialize(

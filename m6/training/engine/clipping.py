@@ -1,4 +1,4 @@
-"""The global gradient norm in two cases that DeepSpeed does not cover: ZeRO stage 0, and offloaded experts."""
+"""The global gradient norm in two cases not covered by DeepSpeed: ZeRO stage 0, and offloaded experts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from m6.training.engine.tensor_norms import norms_of
 
 
 class PartGroups(NamedTuple):
-    """The ranks with other parts of the same tensors; None: this rank has all of them.
+    """The groups of ranks with other parts of the same tensors; None: this rank has all parts.
 
     Attributes:
-        tensor: with other parts of divided matrices.
-        experts: with other experts.
+        tensor: ranks with other parts of sharded matrices.
+        experts: ranks with other experts.
     """
 
     tensor: dist.ProcessGroup | None
@@ -27,13 +27,13 @@ class PartGroups(NamedTuple):
 
 
 def clip_gradients(model: nn.Module, max_norm: float, groups: PartGroups, other_squares: float = 0.0) -> float:
-    """Clips the gradients in place by their global norm; for ZeRO stage 0, where DeepSpeed does not report it.
+    """Clips the gradients in place by their global norm, at ZeRO stage 0: DeepSpeed does not report the norm there.
 
-    If the norm is not finite, the gradients stay unchanged, and the caller skips the step.
+    If the norm is not finite, the gradients are not changed, and the caller skips the step.
 
     Args:
         max_norm: largest norm; 0: no clipping.
-        groups: over which the squares of parts are summed.
+        groups: the ranks to sum the squares of parts over.
         other_squares: the sum of squares of gradients outside of the model, equal on all ranks.
 
     Returns:
@@ -47,7 +47,7 @@ def clip_gradients(model: nn.Module, max_norm: float, groups: PartGroups, other_
 
 def shrink(gradients: list[Tensor], norm: float, max_norm: float) -> None:
     """Shrinks gradients in place from ``norm`` to ``max_norm``, unless ``norm`` is smaller or not finite."""
-    # A NaN is not larger than max_norm, so it needs no condition of its own.
+    # A NaN is not larger than max_norm, so it needs no extra condition.
     if max_norm > 0 and norm > max_norm and norm != float("inf"):
         torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
 
@@ -55,11 +55,11 @@ def shrink(gradients: list[Tensor], norm: float, max_norm: float) -> None:
 def gradient_norm(
     gradients: Mapping[nn.Parameter, Tensor], groups: PartGroups, device: torch.device, other_squares: float = 0.0
 ) -> Tensor:
-    """The norm of the gradients of the whole model, or of the layers of a stage, in fp64.
+    """Returns the norm of the gradients of the whole model, or of the layers of a stage, in fp64.
 
     Args:
         gradients: of this rank's parameters.
-        groups: over which the squares of parts are summed.
+        groups: the ranks to sum the squares of parts over.
         other_squares: the sum of squares of gradients outside of the model, equal on all ranks.
     """
     total = _sum_of_squares([each for parameter, each in gradients.items() if not is_divided(parameter)], device)
@@ -85,7 +85,7 @@ def count_in_norm(zero: Any, squares: Callable[[], float]) -> None:
 
     Args:
         zero: the optimizer of the DeepSpeed engine.
-        squares: returns the sum of squares of these gradients in this step, including the loss scale; equal on all
+        squares: returns the sum of squares of the outside gradients in this step, with the loss scale; equal on all
             ranks.
     """
     # Bound methods: the replacements call the originals.

@@ -1,4 +1,4 @@
-"""The gradients of ``m6.communication``, summed over ranks by fewer bytes than an all-reduce takes."""
+"""Gradient compression (``m6.communication``): sums over ranks with fewer bytes than an all-reduce."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FACTORS = "powersgd_q"
 
 
 class CompressedGradients(GradientReducer):
-    """Sums parts of gradients, and keeps what a rank did not send.
+    """Sums compressed gradients over ranks, and keeps the unsent rest of each rank as a residual.
 
     Residuals are in the units of the batch's gradient, without loss scale or number of ranks.
     """
@@ -51,16 +51,17 @@ class CompressedGradients(GradientReducer):
     def sums_here(self) -> bool:
         """Whether this step sends parts of gradients or residuals.
 
-        A step that leaves nothing out and has no residual to send is that of a run without compression to the bit. An
-        all-reduce adds up in an order that depends on where an element lies in a message, and DeepSpeed's messages are
-        its own. They are in fp32, as those of this class.
+        Without compression and residuals, a step is bit-identical to a run without ``m6.communication``, so DeepSpeed
+        sums its gradients. An all-reduce here could not do this: its order of additions depends on the position of an
+        element in a message, and DeepSpeed's messages have another layout. DeepSpeed's messages are in fp32, like the
+        messages of this class.
         """
         return not self._reducer.leaves_nothing_out(self._step)
 
     def sums(self, loss_scale: float, averaged_over: int) -> dict[nn.Parameter, Tensor]:
-        """See ``GradientReducer.sums``; residuals stay as they were if a gradient of any rank is not finite."""
+        """See ``GradientReducer.sums``. Residuals do not change if a gradient of any rank is not finite."""
         if not self.sums_here:
-            # All stages of a pipeline ask each other: one that has nothing to compress must not go on alone.
+            # ``_are_finite`` is a collective of all stages: a stage without compression must take part in it.
             self._are_finite([each.grad for each in self.trained if each.grad is not None])
             return self._whole.sums(loss_scale, averaged_over)
         self._has_sent = True
@@ -77,7 +78,7 @@ class CompressedGradients(GradientReducer):
         return {parameter: total.mul_(loss_scale) for parameter, total in found.items()}
 
     def _are_finite(self, gradients: list[Tensor]) -> bool:
-        """Whether the gradients of all ranks of the run are finite; all of them call it."""
+        """Whether the gradients of all ranks of the run are finite. All ranks call it."""
         norms = norms_of(gradients) if gradients else torch.zeros(1, device=self._mesh.device)
         return not _on_any_rank(~torch.isfinite(norms))
 
@@ -88,7 +89,7 @@ class CompressedGradients(GradientReducer):
         self._step, self._has_sent = self._step + 1, False
 
     def interval_metrics(self) -> dict[str, Any]:
-        """``gradient_bytes``: what a rank sent in a step on average, and what an all-reduce of all gradients sends.
+        """Returns ``gradient_bytes``: the mean bytes sent by a rank in a step, and the bytes of a plain all-reduce.
 
         See ``Engine.interval_metrics``.
         """
@@ -99,7 +100,7 @@ class CompressedGradients(GradientReducer):
         return {"gradient_bytes": {"sent": sent / steps, "all_reduce": self._all_reduce_bytes()}}
 
     def _all_reduce_bytes(self) -> float:
-        """Bytes that a rank sends in a step for whole gradients, those of its experts included."""
+        """Returns the bytes sent by a rank in a step without compression, including its experts."""
         return self._reducer.bytes_due(self._step)[1] + self._expert_bytes
 
     def fragments(self) -> Iterator[Fragment]:
@@ -118,16 +119,16 @@ class CompressedGradients(GradientReducer):
         kept = [bool(each.any()) for each in residuals.values()]
         self._reducer.has_residuals = _on_any_rank(torch.tensor(kept, device=self._mesh.device))
         for name, factors in self._reducer.factors().items():
-            if reader.shapes.get((name, _FACTORS)) == tuple(factors.shape):  # another rank begins anew
+            if reader.shapes.get((name, _FACTORS)) == tuple(factors.shape):  # after a change of ``rank`` Q starts anew
                 reader.read_into(name, _FACTORS, 0, factors.view(-1))
 
     def begin_at(self, step: int) -> None:
-        """Goes on after ``step`` steps."""
+        """Continues after ``step`` steps."""
         self._step = self._reported_step = step
 
 
 def _on_any_rank(flags: Tensor) -> bool:
-    """Whether a flag is set on any rank; called on all."""
+    """Whether a flag is set on any rank. All ranks call it."""
     found = flags.any().float()
     dist.all_reduce(found)
     return bool(found)

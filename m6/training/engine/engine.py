@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 LossFunction = Callable[[MicroBatch, M6Output], Tensor]
 """Maps a micro-batch and the model's output, both on the device, to the loss for ``accumulate``.
 
-An engine may have the output in parts: then each has an auxiliary loss and statistics of some layers, zeros for the
-others, and one of them has the losses of the targets."""
+An engine may have the output in parts. Each part then has the auxiliary loss and the statistics of some layers, with
+zeros for the other layers. One part has the losses of the targets."""
 
 _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -56,10 +56,10 @@ class Update:
     """The result of an update; equal on all ranks.
 
     Attributes:
-        grad_norm: norm of all gradients before clipping, without the loss scale; infinite or NaN if a gradient is.
+        grad_norm: norm of all gradients before clipping, without the loss scale; infinite or NaN if any gradient is.
         skipped: whether a gradient was not finite. Then no weight changed.
         loss_scale: of this step; 1 except in fp16.
-        nonfinite_stages: stages of a pipeline with gradients that are not finite, in words.
+        nonfinite_stages: pipeline stages with non-finite gradients, in words.
     """
 
     grad_norm: float
@@ -71,9 +71,9 @@ class Update:
 class Engine:
     """A model under DeepSpeed's ZeRO, and its offloaded experts if there are any.
 
-    The training loop, the checkpoints, the dry run and the measurements use only this class. Only the folder of this
-    file reads DeepSpeed's internals. A second implementation (pipeline stages, tensor-parallel layers, delayed
-    gradients) has the same public members and keeps these rules:
+    The training loop, the checkpoints, the dry run and the measurements use only this class. Only files in this folder
+    read DeepSpeed's internals. Every implementation (pipeline stages, tensor-parallel layers, delayed gradients) has
+    the same public members and keeps these rules:
 
     - ``accumulate`` gets all micro-batches of a step, so that a pipeline can choose their order. It calls the loss
       function once per micro-batch, or once for each part of it, see ``LossFunction``. Dropout depends only on the
@@ -86,12 +86,12 @@ class Engine:
 
     Args:
         mesh: of this rank.
-        sharing: what the layers of the Pseudo model share; None: the Real model.
+        sharing: the shared layers of the Pseudo model; None: the Real model.
 
     Attributes:
         module: the part of the model on this rank.
         offloaded: experts in the store of ``offload``; None if the run does not offload.
-        averaged_over: gradients are summed over all ranks and divided by this.
+        averaged_over: gradients are summed over all ranks and divided by this number.
         replicas: the ranks with the same part of the model and other micro-batches; None: all.
     """
 
@@ -127,7 +127,8 @@ class Engine:
         self._norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
         if self._reducer.measures_sums and self._zero_stage > 0:
             deepspeed.optimizer.scaled_global_norm = lambda norm_type=2: self._norm
-            deepspeed.optimizer.clip_grad = 0.0  # stage 0 would round another factor
+            # ``_give`` clips instead: the rounding of DeepSpeed's factor differs from our clipping at stage 0.
+            deepspeed.optimizer.clip_grad = 0.0
 
     # A training step
 
@@ -135,7 +136,7 @@ class Engine:
         """Begins a step with this learning rate.
 
         Args:
-            shares: micro-batches of each rank along ``dp``; None: all have as many as this one.
+            shares: micro-batches of each rank along ``dp``; None: all have as many as this rank.
         """
         self._learning_rate, self._shares = learning_rate, shares
         if self._divided is not None:
@@ -155,13 +156,13 @@ class Engine:
         """
         self._deepspeed.enable_backward_allreduce = self._reduces_alone and not self._reducer.sums_here
         if self._reducer.sums_here:
-            # DeepSpeed takes every micro-batch for one in the middle of a step: it adds up and reduces nothing.
+            # Without a boundary DeepSpeed only accumulates: it reduces nothing.
             self._deepspeed.set_gradient_accumulation_boundary(False)
             for _ in self._each(micro_batches, loss, seeds):
                 self._reducer.end_pass(self._passes(len(micro_batches)))
             return
         last = len(micro_batches) // self._at_once - 1
-        # DeepSpeed's own count of micro-batches knows no batch that grows.
+        # DeepSpeed's own count of micro-batches assumes a constant batch, but the batch may grow.
         self._deepspeed.set_gradient_accumulation_boundary(last == 0)
         for index in self._each(micro_batches, loss, seeds):
             if index < last:
@@ -169,12 +170,12 @@ class Engine:
                 self._deepspeed.set_gradient_accumulation_boundary(index + 1 == last)
 
     def _passes(self, own: int) -> tuple[int, ...]:
-        """Backward passes in the step of each rank along ``dp``; this one has ``own`` micro-batches."""
+        """Returns the backward passes of each rank along ``dp`` in this step; this rank has ``own`` micro-batches."""
         shares = self._shares or (own,) * self._mesh.dims.dp
         return tuple(share // self._at_once for share in shares)
 
     def _each(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> Iterator[int]:
-        """Yields the index of each backward pass, of one micro-batch or of those that take turns, after it has run."""
+        """Runs the passes, and yields the index of each backward pass after it. Interleaved micro-batches share one."""
         self._deepspeed.train()
         for index in range(len(micro_batches) // self._at_once):
             own = slice(index * self._at_once, (index + 1) * self._at_once)
@@ -184,7 +185,7 @@ class Engine:
             yield index
 
     def _forward_all(self, batches: Sequence[MicroBatch], seeds: Sequence[int]) -> list[M6Output]:
-        """Runs the model on several micro-batches in turn, see ``m6.model.turns``, or on a single one."""
+        """Runs the model on several interleaved micro-batches, see ``m6.model.turns``, or on a single micro-batch."""
         if len(batches) == 1:
             return [self.forward(batches[0], seeds[0])]
         return forward_in_turns(self._deepspeed, batches, seeds, self._device)
@@ -193,7 +194,7 @@ class Engine:
         """Runs the model on a micro-batch on the engine's device; the output has no logits.
 
         Args:
-            seed: for dropout. Its masks then depend on the seed and the layer alone.
+            seed: for dropout. The masks then depend only on the seed and the layer.
         """
         output: M6Output = self._deepspeed(
             **batch.model_inputs(), labels=batch.labels, return_logits=False, dropout_seed=seed
@@ -202,7 +203,7 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulates the gradient of ``loss``, already normalised by the global batch."""
-        # DeepSpeed would divide by the micro-batches of the step, although the loss is normalised by their targets.
+        # DeepSpeed would divide by the number of micro-batches, but the loss is already normalised by all targets.
         self._deepspeed.backward(loss, scale_wrt_gas=False)
 
     def update(self) -> Update:
@@ -221,7 +222,7 @@ class Engine:
         return 1.0 if self._loss_scale is None else self._loss_scale.value
 
     def _give(self, sums: dict[nn.Parameter, Tensor], offloaded_squares: float) -> None:
-        """Puts summed gradients where DeepSpeed's update reads them; at stage 1 it takes its partition."""
+        """Stores summed gradients for DeepSpeed's update; at stage 1 only this rank's partition of them."""
         if self._zero_stage == 0:
             for parameter, gradient in sums.items():
                 parameter.grad = gradient.to(parameter.dtype)
@@ -233,7 +234,7 @@ class Engine:
         self._deepspeed.set_gradient_accumulation_boundary(True)
 
     def _update(self, squares: float) -> Update:
-        """Updates; the gradients of offloaded experts have this sum of squares."""
+        """Clips and updates. ``squares`` is the sum of squares of the gradients of offloaded experts."""
         loss_scale = self._scale
         if self._loss_scale is None:
             norm = clip_gradients(self.module, self._max_norm, self._part_groups, squares)
@@ -246,7 +247,7 @@ class Engine:
             skipped = bool(self._deepspeed.optimizer.overflow)
             self._loss_scale.change(skipped)
             reported = self._deepspeed.get_global_grad_norm()
-            # DeepSpeed reports no norm for a step that it skipped.
+            # DeepSpeed reports no norm for a skipped step.
             norm = float("inf") if skipped or reported is None else float(reported)
         if self._late is not None:
             self._late.end_step(self._learning_rate, skipped)
@@ -259,7 +260,7 @@ class Engine:
             self._deepspeed.step()
 
     def use_late_gradients(self) -> None:
-        """Updates the weights with the gradients of the last step, if they wait for the end of the next one."""
+        """Updates the weights with the delayed gradients of the last step, if there are any."""
         if self._late is not None:
             self._late.use()
         if self.offloaded is not None:
@@ -289,7 +290,7 @@ class Engine:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context for forward passes outside of a training step: without dropout, and not counted in the plan."""
+        """A context for forward passes outside of a training step: without dropout, and outside of the offload plan."""
         was_training = self.module.training
         self._deepspeed.eval()
         try:
@@ -299,7 +300,7 @@ class Engine:
             self._deepspeed.train(was_training)
 
     def memory_map(self) -> str | None:
-        """The places of offloaded experts, as text; None if the run does not offload."""
+        """Returns the placement of offloaded experts as text; None if the run does not offload."""
         return None if self.offloaded is None else self.offloaded.memory_map()
 
     def state_bytes(self) -> dict[str, int]:
@@ -326,7 +327,7 @@ class Engine:
     # Checkpoints and replicas
 
     def replicated(self) -> Iterator[Replicated]:
-        """Yields this rank's weights of which other ranks hold copies: no partitions of ZeRO stage 3."""
+        """Yields this rank's weights with copies on other ranks. Partitions of ZeRO stage 3 have no copies."""
         copies = self.replicas if self._divided is None else self._divided.stage
         for name, parameter in self.module.named_parameters():
             if not is_partitioned(parameter):
@@ -349,8 +350,8 @@ class Engine:
         """Yields this rank's training state: fp32 weights and the optimizer's moments, also before the first step.
 
         Args:
-            to_fill: whether the caller writes into the fragments, of which offloaded experts and divided matrices are
-                copies. All ranks of a stage with divided matrices call it together.
+            to_fill: whether the caller writes into the fragments. Fragments of offloaded experts and sharded matrices
+                are copies, to be written back. All ranks of a stage with sharded matrices call it together.
         """
         state.create_moments(self._deepspeed)
         found = fragments(self._deepspeed, self.replicas)
@@ -359,7 +360,7 @@ class Engine:
             yield from self.offloaded.fragments(to_fill)
 
     def residual_fragments(self) -> Iterator[Fragment]:
-        """Yields state of this number of ranks: gradients that this rank has not sent yet."""
+        """Yields this rank's residuals: unsent gradients. They depend on the number of ranks."""
         yield from self._reducer.fragments()
 
     def load_residuals(self, reader: WeightReader) -> None:
@@ -393,13 +394,13 @@ class Engine:
         return counters
 
     def expect(self, counters: dict[str, Any], checkpoint: str) -> None:
-        """Makes room for what the fragments of an engine with these counters hold beyond weights and moments.
+        """Allocates fragments for the delayed gradients of a checkpoint with these counters, if it has any.
 
         Args:
             checkpoint: the source, for the error message.
 
         Raises:
-            UserError: the checkpoint has gradients that wait for their update, and this engine would lose them.
+            UserError: the checkpoint has delayed gradients, and this engine would lose them.
         """
         waiting: dict[str, float] | None = counters.get(LATE_UPDATE)
         if waiting is None:
@@ -422,24 +423,23 @@ class Engine:
             self.offloaded.runtime.num_updates = counters["optimizer_step"]
         if self._loss_scale is not None:
             self._loss_scale.load_state(counters.get("loss_scaler", {}))
-        self._deepspeed.global_steps = step  # DeepSpeed's own counter, which follows ours
+        self._deepspeed.global_steps = step  # DeepSpeed's own counter must follow ours
         self._reducer.begin_at(step)
 
     def release(self) -> None:
-        """Frees all memory of the engine; it cannot be used afterwards."""
+        """Frees all memory of the engine. It cannot be used afterwards."""
         if self.offloaded is not None:
             self.offloaded.close()
         state.release(self._deepspeed)
 
     def _resident_tensors(self) -> list[Tensor]:
-        """All tensors that exist before a step. It allocates the optimizer's state, so that the step does not."""
+        """Returns all tensors before a step. It also allocates the optimizer's state, instead of the step."""
         state.create_moments(self._deepspeed)
         resident = [tensor for tensors in self.state_tensors().values() for tensor in tensors]
         return [*resident, *(p.grad for p in self.module.parameters() if p.grad is not None)]
 
 
 def _reducer(config: RunConfig, mesh: Mesh, module: nn.Module, offloaded: OffloadedExperts | None) -> GradientReducer:
-    """What sums the gradients of a run."""
     if config.m6.training.deterministic is not None:
         return TreeGradients(config, mesh, module, offloaded)
     if config.m6.communication.compresses:

@@ -1,4 +1,4 @@
-"""The engine of ``m6.parallel.pipeline`` with ``m6.gradient_delay``: 1F1B that goes on from step to step."""
+"""The engine of ``m6.parallel.pipeline`` with ``m6.gradient_delay``: 1F1B without a flush between steps."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Weights = dict[nn.Parameter, Tensor]
 
 @dataclass(frozen=True)
 class UnderWay:
-    """A micro-batch between its forward and its backward pass on this rank.
+    """An in-flight micro-batch: between its forward and its backward pass on this rank.
 
     Attributes:
-        step: the number of its step, counted from the first one of this engine.
+        step: the number of its step, counted from this engine's first step.
         is_last: whether it is the last micro-batch of its step.
-        passes: of its step, in each pipeline.
-        hidden_states: what the stage received, [B, S, D]; None in the first stage.
-        output: of the stage: hidden states, or the loss [1] of the last one.
+        passes: the number of passes of its step in each pipeline.
+        hidden_states: the input of the stage, [B, S, D]; None in the first stage.
+        output: of the stage: hidden states, or the loss [1] of the last stage.
         learning_rate: of its step.
-        weights: with which its forward pass computed, if they are not those in the parameters.
+        weights: the weights of its forward pass, if they differ from the parameters; otherwise empty.
     """
 
     step: int
@@ -44,33 +44,33 @@ class UnderWay:
 
 
 class FlushlessPipelineEngine(PipelineEngine):
-    """Begins the forward passes of a step while backward passes of the step before are under way.
+    """Begins the forward passes of a step while backward passes of the previous step are still in flight.
 
-    This is PipeDream-2BW (arXiv 2006.09503, section 3): gradients are used one step late, so that two versions of
-    the weights are enough. Step t computes with V(t) = V(t-1) - lr u(g(t-2)). On rank s of P the last
-    P - s - 1 backward passes of step t-1 come between the first forward passes of step t, and compute with V(t-1). Then
-    g(t-1) is complete: it is reduced, clipped by the norm of all stages, and waits. No rank waits for the norm before
-    it has begun all forward passes of step t.
+    This is PipeDream-2BW (arXiv 2006.09503, section 3): gradients are used one step late, and two versions of the
+    weights are enough. Step t computes with V(t) = V(t-1) - lr u(g(t-2)). On rank s of P, the last P - s - 1 backward
+    passes of step t-1 run between the first forward passes of step t, with the weights V(t-1). Then g(t-1) is complete:
+    it is reduced, clipped by the norm of all stages, and stored. No rank waits for the norm before it has begun all
+    forward passes of step t.
 
-    ``accumulate`` leaves micro-batches under way. Then ``advance`` updates with what is complete, or ``update`` ends
-    all passes first, as the other engines do.
+    After ``accumulate`` some micro-batches are still in flight. ``advance`` updates with a complete step, if there is
+    one. ``update`` first ends all passes, like the other engines.
     """
 
     def _build_schedule(self) -> None:
-        """Makes what takes the place of PyTorch's schedules, which end all passes of a step."""
+        """Makes the state of our own schedule. PyTorch's schedules would end all passes of a step."""
         self._links = PipelineLinks(self._mesh, self._ends)
         [(self._number, self._stage)] = self._stages.items()
         self._ahead = self._mesh.dims.pp - 1 - self._number
         self._under_way: deque[UnderWay] = deque()
         self._begun = 0  # steps of this engine
-        self._ended: tuple[int, StepGradients] | None = None  # a step that waits for its update
-        self._updates: deque[Update] = deque()  # that nobody has asked for yet
-        self._has_next_version = True  # whether the weights are already those of the next step
+        self._ended: tuple[int, StepGradients] | None = None  # a complete step before its update
+        self._updates: deque[Update] = deque()  # not yet returned by ``advance`` or ``update``
+        self._has_next_version = True  # whether the parameters already hold the weights of the next step
 
     # A training step
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> None:
-        """See ``PipelineEngine.accumulate``; it leaves the last backward passes under way."""
+        """See ``PipelineEngine.accumulate``. The last backward passes do not run yet."""
         self._deepspeed.train()
         self._take_next_version()
         self._send_table()
@@ -78,7 +78,7 @@ class FlushlessPipelineEngine(PipelineEngine):
         weights: Weights = {}
         for number in range(len(micro_batches)):
             if number == len(micro_batches) - self._ahead:
-                # From here on backward passes come after the update for the next step.
+                # The backward passes of these micro-batches come after the update for the next step, so keep a copy.
                 weights = {parameter: parameter.data.clone() for parameter in self._trained}
             self._pass_forward(number, weights)
             if len(self._under_way) > self._ahead:
@@ -86,7 +86,7 @@ class FlushlessPipelineEngine(PipelineEngine):
         self._step = Step()
 
     def advance(self) -> Update | None:
-        """Updates with the gradients of the step before the newest one; None if that has had its update."""
+        """Updates with the gradients of the step before the newest step; None if this update is already done."""
         if self._ended is not None and self._ended[0] < self._begun:
             self._apply_ended()
         return self._updates.popleft() if self._updates else None
@@ -103,7 +103,7 @@ class FlushlessPipelineEngine(PipelineEngine):
         return newest
 
     def _take_next_version(self) -> None:
-        """Makes the weights in the parameters those of the step that begins."""
+        """Updates the parameters to the weights of the new step."""
         assert self._late is not None
         if not self._has_next_version:
             with self._set_aside():
@@ -126,7 +126,7 @@ class FlushlessPipelineEngine(PipelineEngine):
         self._under_way.append(UnderWay(*step, hidden_states, output, self._learning_rate, weights))
 
     def _pass_backward(self) -> None:
-        """The backward pass of the oldest micro-batch under way."""
+        """Runs the backward pass of the oldest in-flight micro-batch."""
         oldest, gradient = self._under_way.popleft(), None
         if not self._stage.is_last:
             gradient = self._receive(oldest.output.shape, self._number + 1, self._links.backward)
@@ -147,7 +147,7 @@ class FlushlessPipelineEngine(PipelineEngine):
         self._ended = last.step, self._collect(last.learning_rate, self._links.sums)
 
     def _apply_ended(self) -> None:
-        """Updates with the gradients of the ended step."""
+        """Updates with the gradients of the complete step."""
         assert self._ended is not None
         (_, ended), self._ended = self._ended, None
         with self._set_aside():
@@ -155,12 +155,14 @@ class FlushlessPipelineEngine(PipelineEngine):
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """A context for an update beside passes under way: they have their own weights, and their gradients go on
-        adding up afterwards."""
+        """A context for an update while passes are in flight.
+
+        The passes have their own copies of the weights. Their partial gradients are removed and restored afterwards.
+        """
         gradients = [parameter.grad for parameter in self._trained]
         for parameter in self._trained:
             parameter.grad = None
-        # Otherwise PyTorch refuses backward passes of which it has kept a parameter.
+        # Without this PyTorch refuses the backward passes, because saved parameters were changed in place.
         try:
             with torch.autograd._unsafe_preserve_version_counter(tuple(self._trained)):
                 yield
@@ -171,7 +173,7 @@ class FlushlessPipelineEngine(PipelineEngine):
     # Messages
 
     def _send_table(self) -> None:
-        """Sends the token embedding; the last rank has it before the first one, which needs its answer, changes it."""
+        """Sends the token embedding to the last rank. The first rank changes it only after the last rank's answer."""
         if self._links.table is None:
             return
         assert self._table is not None
@@ -199,10 +201,10 @@ class FlushlessPipelineEngine(PipelineEngine):
 
 @contextmanager
 def _in_parameters(weights: Weights) -> Iterator[None]:
-    """Inside, the parameters have these weights.
+    """A context in which the parameters have these weights.
 
-    The forward and the backward pass of a micro-batch both need it: for the backward pass PyTorch keeps some parameters
-    themselves, and of others views, which stay those of the forward pass. It would not notice other weights.
+    Both passes of a micro-batch need it. For the backward pass PyTorch saves some parameters themselves, and views of
+    others; the views keep the weights of the forward pass. PyTorch would not notice a mixture of both.
     """
     own = {parameter: parameter.data for parameter in weights}
     for parameter, data in weights.items():

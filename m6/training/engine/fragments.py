@@ -2,8 +2,8 @@
 
 In every layout a rank holds contiguous ranges of the flattened fp32 weight and moments of each parameter: the whole
 tensor at ZeRO stage 0, a partition at stages 1 to 3, and for experts the range of the local experts in the stack of
-all experts. Name, kind and offset identify a range independently of the rank that holds it. Ranges that one layout
-writes can therefore be read by any other.
+all experts. Name, kind and offset identify a range on any rank. Any layout can therefore read the ranges written by
+another layout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def fragments(deepspeed: DeepSpeedEngine, replicas: dist.ProcessGroup | None) ->
     The caller creates the optimizer's moments first (``create_moments``).
 
     Args:
-        replicas: the ranks that hold the same dense parameters; None: all.
+        replicas: the ranks with the same dense parameters; None: all.
     """
     stage = deepspeed.zero_optimization_stage()
     for name, parameter in deepspeed.module.named_parameters():
@@ -51,11 +51,11 @@ def fragments(deepspeed: DeepSpeedEngine, replicas: dist.ProcessGroup | None) ->
 
 @dataclass(frozen=True)
 class _Location:
-    """The range of the global tensor that a parameter's local tensor holds.
+    """The position of a parameter's local tensor in the global tensor.
 
     Attributes:
         shape: shape of the global tensor.
-        experts: the first expert of the local tensor and the number of all experts; None if it is no expert parameter.
+        experts: the first expert of the local tensor and the number of all experts; None for other parameters.
         replica: see ``Fragment``.
     """
 
@@ -74,7 +74,7 @@ class _Location:
         return cls(name, (experts[1], *shape[1:]), experts, _replica(group))
 
     def fragment(self, kind: str, start: int, data: Tensor, local_shape: tuple[int, ...], replicated: bool) -> Fragment:
-        """The fragment of ``data``, which begins at element ``start`` of a local tensor of shape ``local_shape``.
+        """Makes the fragment of ``data``, from element ``start`` of a local tensor of shape ``local_shape``.
 
         The local tensor is the weight, a moment, or a factor of a moment (Adafactor's rows and columns).
         """
@@ -114,7 +114,7 @@ def _stage_1_2(location: _Location, parameter: nn.Parameter, zero: Any) -> Itera
     start, shape = mapping.lp_fragment_address.start, tuple(parameter.shape)
     yield location.fragment(WEIGHT, start, mapping.hp_fragment.detach(), shape, replicated=False)
     # mapping.optim_fragment is incomplete: DeepSpeed 0.19.8 sets it once, after the first step of the first parameter
-    # group, when the other groups have no state.
+    # group. At that time the other groups have no state.
     address, flat = mapping.get_hp_fragment_address(), zero.single_partition_of_fp32_groups[mapping.param_group_index]
     for kind, value in zero.optimizer.state[flat].items():
         if torch.is_tensor(value) and value.shape == flat.shape:
@@ -131,7 +131,7 @@ def _stage_3(location: _Location, parameter: nn.Parameter, zero: Any) -> Iterato
 
 
 def _stage_3_range(location: _Location, parameter: nn.Parameter, kind: str, partition: Tensor) -> Iterator[Fragment]:
-    """The range of a stage-3 partition without the padding that makes the partitions of all ranks equally long."""
+    """Yields the range of a stage-3 partition, without the padding to equal lengths on all ranks."""
     start = partition.numel() * dist.get_rank()
     numel = partition_numel(parameter, partition.numel())
     if numel > 0:

@@ -1,4 +1,4 @@
-"""Takes gradients from DeepSpeed before it reduces them, and gives it sums; written for DeepSpeed 0.19.8."""
+"""Takes local gradients from DeepSpeed, and returns sums to it; written for DeepSpeed 0.19.8."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def take_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def give_partition(zero: Any, gradients: dict[nn.Parameter, Tensor]) -> list[Tensor]:
-    """Gives DeepSpeed's optimizer of stage 1 this rank's part of whole gradients, and returns the part."""
+    """Stores this rank's partition of whole gradients in DeepSpeed's stage-1 optimizer, and returns the partition."""
     for index, parameters in enumerate(zero.params_in_partition):
         dtype = zero.gradient_accumulation_dtype
         zero.all_grad_tensors[index] = [gradients[parameter].to(dtype) for parameter in parameters]

@@ -1,4 +1,4 @@
-"""LAMB and LARS: optimizers for large batches, which scale the update of each tensor to the size of its weights."""
+"""LAMB and LARS: optimizers for large batches. They scale the update of each tensor to the norm of its weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from m6.training.engine.tensor_norms import TensorLayout
 
 
 class LargeBatchOptimizer(torch.optim.Optimizer, ABC):
-    """Updates whose length is a share of the norm of the weights, for each tensor and each expert by itself.
+    """Scales the norm of an update to the norm of the weights, separately for each tensor and each expert.
 
-    Groups with a true value ``by_tensor`` are scaled. Biases and norms are not, as in the authors' code.
+    Only groups with a true value ``by_tensor`` are scaled. Biases and norms are not, as in the authors' code.
 
     Attributes:
-        layouts: the tensors in each tensor of the parameter groups. ZeRO replaces the parameters by one flat partition
-            of each group; then the layouts are replaced, too.
+        layouts: the model's tensors in each tensor of the parameter groups. ZeRO replaces the parameters of a group by
+            one flat partition; the layouts are then replaced, too.
     """
 
     def __init__(self, groups: list[dict[str, Any]], layouts: Mapping[Tensor, TensorLayout], **options: Any) -> None:
@@ -68,7 +68,7 @@ class Lars(LargeBatchOptimizer):
     """LARS (You et al. 2017, arXiv 1708.03888, algorithm 1).
 
     The momentum b moves to momentum b + lr r (g + weight_decay w), with the gradient g and r = trust_coefficient |w| /
-    (|g| + weight_decay |w|), and the weights w change by -b. Tensors that are not scaled have r = 1.
+    (|g| + weight_decay |w|), and the weights w change by -b. Unscaled tensors have r = 1.
     """
 
     def _update(self, weights: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -89,6 +89,6 @@ class Lars(LargeBatchOptimizer):
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """The quotients; 1 where a number is 0, so that weights can leave 0."""
+    """Returns the quotients; 1 if a number is 0, so that weights of 0 can change."""
     defined = (numerator > 0) & (denominator > 0)
     return torch.where(defined, numerator / torch.where(defined, denominator, 1.0), 1.0)

@@ -1,4 +1,4 @@
-"""The loss scale of ZeRO's optimizer, which fp16 needs; written for DeepSpeed 0.19.8."""
+"""The loss scale of ZeRO's optimizer for fp16; written for DeepSpeed 0.19.8."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class LossScale:
-    """The factor on the loss by which small gradients stay in the range of fp16; 1 in other precisions.
+    """The factor on the loss. It keeps small gradients in the range of fp16; it is 1 in other precisions.
 
-    DeepSpeed changes the scale before it divides the gradients by it. In a step after which the scale grows it would
-    thus halve them. Here ``change`` does so at the end of the step. Nor does DeepSpeed end the run when a gradient
-    overflows at the smallest scale: ``NonfinitePolicy`` does, with the reason.
+    DeepSpeed changes the scale before it divides the gradients by it, so a growing scale would halve the gradients of
+    this step. Here ``change`` changes it at the end of the step. If a gradient overflows at the smallest scale,
+    ``NonfinitePolicy`` ends the run with the reason, instead of DeepSpeed.
 
     Args:
         zero: the optimizer of a DeepSpeed engine at ZeRO stage 1, 2 or 3.
@@ -34,15 +34,15 @@ class LossScale:
         return float(self._scaler.cur_scale)
 
     def change(self, skipped: bool) -> None:
-        """Ends a step: the scale falls after steps that were skipped, and grows after many that were not."""
+        """Ends a step. The scale falls after skipped steps, and grows after many steps without a skip."""
         self._scaler.update_scale(skipped)
 
     def state(self) -> dict[str, Any]:
-        """What the next scales depend on, as JSON; empty if the scale is constant."""
+        """Returns the scaler's state as JSON; empty if the scale is constant."""
         return {key: getattr(self._scaler, key) for key in _STATE} if self._scaler.dynamic else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores what ``state`` returned."""
+        """Restores the result of ``state``."""
         for key in _STATE:
             if key in state:
                 setattr(self._scaler, key, state[key])

@@ -1,4 +1,4 @@
-"""Where matrices lie in the tensors that an optimizer updates: in parameters, or in ZeRO's flat partitions of them."""
+"""The positions of matrices in the optimizer's tensors: in parameters, or in ZeRO's flat partitions of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Run:
-    """Equal matrices one after another.
+    """Consecutive matrices of the same shape.
 
     Attributes:
         start: the first element of the first matrix in the flat tensor.
@@ -26,7 +26,7 @@ class Run:
     shape: tuple[int, int]
 
     def batches(self, elements: int) -> Iterator[tuple[int, int]]:
-        """Yields ranges of whole matrices, of at most ``elements`` elements if a matrix is not larger."""
+        """Yields ranges of whole matrices, each with at most ``elements`` elements or a single matrix."""
         numel = self.shape[0] * self.shape[1]
         step = max(1, elements // numel) * numel
         end = self.start + self.count * numel
@@ -36,12 +36,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Cut:
-    """A matrix that begins in the partition of one rank and ends in that of another.
+    """A matrix split over the partitions of several ranks.
 
     Attributes:
         shape: rows and columns.
-        parts: the elements of each rank, in the matrix; the first rank is the owner, which completes the matrix.
-        local: this rank's elements, in its flat tensor.
+        parts: rank -> range of its elements in the matrix. The first rank is the owner: it gathers the matrix.
+        local: range of this rank's elements in its flat tensor.
     """
 
     shape: tuple[int, int]
@@ -50,7 +50,7 @@ class Cut:
 
     @property
     def owner(self) -> int:
-        """The rank that completes the matrix."""
+        """The rank that gathers the matrix."""
         return next(iter(self.parts))
 
 
@@ -59,10 +59,10 @@ class MatrixLayout:
     """The matrices in a tensor.
 
     Attributes:
-        whole: matrices that lie in it from their first to their last element.
-        device: where matrices are multiplied.
-        cuts: matrices of which it has a part, in their order.
-        group: the ranks that have the other parts; ``Cut`` counts ranks in this group.
+        whole: complete matrices in the tensor.
+        device: the device of matrix products.
+        cuts: split matrices with a part in the tensor, in order.
+        group: the ranks with the other parts; ``Cut`` numbers ranks in this group.
     """
 
     whole: Sequence[Run]
@@ -72,7 +72,7 @@ class MatrixLayout:
 
 
 def layout_of_partition(runs: Sequence[Run], partition_size: int, rank: int) -> tuple[list[Run], list[Cut]]:
-    """Returns the whole and the cut matrices of one of equal partitions of a flat tensor.
+    """Returns the whole and the split matrices of one of several equal partitions of a flat tensor.
 
     Args:
         runs: the matrices of the flat tensor.
@@ -84,7 +84,7 @@ def layout_of_partition(runs: Sequence[Run], partition_size: int, rank: int) -> 
     cuts: list[Cut] = []
     for run in runs:
         numel = run.shape[0] * run.shape[1]
-        # The first matrix that begins in the partition, and the first that does not end in it.
+        # The first matrix with its start in the partition, and the first matrix with its end behind it.
         first = max(0, -(-(begin - run.start) // numel))
         last = min(run.count, (end - run.start) // numel)
         if first < last:
@@ -131,9 +131,9 @@ def layouts_in_zero(zero: Any, shapes: Mapping[Tensor, tuple[int, int, int]]) ->
 def complete_cuts(
     layout: MatrixLayout, values: Tensor, function: Callable[[Tensor, torch.device], Tensor]
 ) -> Iterator[tuple[Cut, Tensor]]:
-    """Applies a function of a matrix to the matrices that several ranks hold parts of; all ranks of the group call it.
+    """Applies a function to the split matrices of a tensor. All ranks of the group call it.
 
-    The first rank of each matrix gets the parts of the others, and sends them their parts of the result.
+    The owner of each matrix gathers the parts of the other ranks, and sends them their parts of the result.
 
     Args:
         values: the flat tensor of this rank.
@@ -144,7 +144,7 @@ def complete_cuts(
     """
     group, device = layout.group, layout.device
     rank = dist.get_rank(group) if layout.cuts else 0
-    # A message for each matrix and rank but the owner.
+    # One message for each matrix and each rank except the owner.
     matrices: dict[int, Tensor] = {}
     messages: list[dist.P2POp] = []
     for index, cut in enumerate(layout.cuts):

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are made orthogonal before they change the weights."""
+"""Muon: each update is the momentum of a matrix made orthogonal."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _EPS = 1e-7
 class Muon(torch.optim.AdamW):
     """Muon (Jordan et al. 2024) for the matrices of blocks, AdamW for all other parameters.
 
-    A gradient G moves the momentum B to mu B + (1 - mu) G. The update is the orthogonal matrix that is about next to
-    mu B + (1 - mu) G, times 0.2 sqrt(max(rows, columns)): its root mean square is that of AdamW's updates, so that both
-    share learning rate and weight decay (Liu et al. 2025, arXiv 2502.16982, section 2.2). Each matrix of a stack, such
-    as that of an expert, is updated alone.
+    A gradient G moves the momentum B to mu B + (1 - mu) G. The update is approximately the orthogonal matrix nearest to
+    mu B + (1 - mu) G, times 0.2 sqrt(max(rows, columns)). This factor gives it the root mean square of AdamW's updates,
+    so both share learning rate and weight decay (Liu et al. 2025, arXiv 2502.16982, section 2.2). Each matrix of a
+    stack, such as an expert's, is updated separately.
 
     Attributes:
-        layouts: where the matrices lie in each tensor of the parameter groups that have a true value ``muon``. ZeRO
-            replaces the parameters by one flat partition of each group; then the layouts are replaced, too.
+        layouts: the positions of matrices in each tensor of the parameter groups with a true value ``muon``. ZeRO
+            replaces the parameters of a group by one flat partition; the layouts are then replaced, too.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class Muon(torch.optim.AdamW):
 
         Args:
             momentum: mu.
-            dtype: in which the products are computed that make a matrix orthogonal.
-            options: of AdamW; it is fused unless they say otherwise.
+            dtype: of the matrix products of the orthogonalization.
+            options: of AdamW; ``fused`` is True by default.
         """
         super().__init__(groups, **{"fused": True, **options})
         self.layouts = layouts
         self._momentum, self._dtype = momentum, dtype
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes a saved state. AdamW sees its own groups alone, since it expects a step counter of each parameter."""
+        """Takes a saved state. AdamW sees only its own groups, because it expects a step counter of each parameter."""
         groups = state["param_groups"]
         super().__setstate__(state | {"param_groups": [group for group in groups if not group.get("muon")]})
         self.param_groups = groups
@@ -89,10 +89,10 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Moves the singular values of each matrix of [N, R, C] to about 1; those far below the largest stay smaller.
+    """Moves the singular values of each matrix of [N, R, C] to about 1. Very small singular values stay below 1.
 
     Args:
-        dtype: in which matrices are multiplied.
+        dtype: of the matrix products.
     """
     a, b, c = _COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]

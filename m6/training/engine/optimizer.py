@@ -28,8 +28,9 @@ def build_optimizer(
     (Shazeer and Stern 2018, arXiv 1804.04235).
 
     Args:
-        fused: AdamW updates all parameters of a group in one kernel. On CPUs the last elements of a partition are then
-            rounded in another way, so the bits depend on where ZeRO cuts, which any number of ranks may change.
+        fused: AdamW updates all parameters of a group in one kernel. On CPUs this kernel rounds the last elements of a
+            partition differently. The bits then depend on the borders of ZeRO's partitions, and so on the number of
+            ranks.
     """
     params = settings.optimizer_params
     groups = parameter_groups(model, params["weight_decay"])
@@ -46,7 +47,7 @@ def build_optimizer(
             for group in groups[1:]:
                 group["lr_ratio"] = params["adamw_lr"] / params["lr"]
     if ep_size > 1 or any(map(is_expert, model.parameters())):
-        # ZeRO partitions experts over the ranks that hold the same ones, so they need groups of their own.
+        # ZeRO partitions experts over the ranks with the same experts, so they need separate groups.
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
         groups = split_params_into_different_moe_groups_for_optimizer(groups)
@@ -71,8 +72,8 @@ def build_optimizer(
 class Adafactor(torch.optim.Adafactor):
     """PyTorch's Adafactor with each expert of a stack as a separate parameter.
 
-    Adafactor scales and clips an update by means over a whole parameter. For a whole stack these would depend on the
-    number of experts that a rank holds. An expert's bias is a matrix of one row, as in the store of offloaded experts.
+    Adafactor scales and clips an update by means over a whole parameter. For a whole stack these means would depend on
+    the number of experts on a rank. An expert's bias is a matrix of one row, as in the store of offloaded experts.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
@@ -80,7 +81,7 @@ class Adafactor(torch.optim.Adafactor):
         for parameter in group["params"]:
             state = self.state[parameter]
             if hasattr(parameter, "num_global_experts") and parameter.dim() == 2 and not state:
-                # PyTorch would take a stack of biases for one matrix, with a column that its experts share.
+                # PyTorch would treat a stack of biases as one matrix, with one column variance for all experts.
                 state["step"] = torch.tensor(0.0)
                 state["row_var"] = torch.zeros_like(parameter[:, :1])
                 state["col_var"] = torch.zeros_like(parameter)

@@ -12,12 +12,12 @@ def is_partitioned(parameter: nn.Parameter) -> bool:
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
-    """Whether the parameter holds the local experts of a stack; DeepSpeed averages it only over ranks with the same."""
+    """Whether the parameter holds local experts of a stack. DeepSpeed averages it only over ranks with the same."""
     return not getattr(parameter, "allreduce", True)
 
 
 def is_divided(parameter: nn.Parameter) -> bool:
-    """Whether other ranks hold other parts of the parameter: experts, or parts of a matrix."""
+    """Whether other ranks hold other parts of the parameter: experts, or parts of a sharded matrix."""
     return is_expert(parameter) or hasattr(parameter, "shard")
 
 
@@ -33,13 +33,13 @@ def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def partition(parameter: nn.Parameter) -> Tensor:
-    """Stage 3: this rank's elements, 1-D, without the padding that makes all partitions equally long."""
+    """Stage 3: this rank's elements, 1-D, without the padding to equal lengths."""
     padded: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
     return padded[: partition_numel(parameter, padded.numel())]
 
 
 def partition_numel(parameter: nn.Parameter, padded_numel: int) -> int:
-    """Stage 3: number of this rank's ``padded_numel`` elements that are not padding."""
+    """Stage 3: the number of this rank's ``padded_numel`` elements without padding."""
     return max(0, min(padded_numel, full_numel(parameter) - padded_numel * dist.get_rank()))
 
 

@@ -1,4 +1,4 @@
-"""The engine of ``m6.parallel.pipeline``: stages of layers on different ranks, inside of DeepSpeed's ZeRO."""
+"""The engine of ``m6.parallel.pipeline``: stages of layers on different ranks, inside DeepSpeed's ZeRO."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """What passes the stages in the current step; every rank of the pipeline has it."""
+    """The inputs of the current step. Every rank of the pipeline has all of them."""
 
     batches: Sequence[MicroBatch] = ()
     seeds: Sequence[int] = ()
@@ -42,13 +42,13 @@ class Step:
 
 
 class PipelineEngine(Engine):
-    """Runs a schedule of PyTorch over this rank's stages; each of them calls the loss function with its part.
+    """Runs a schedule of PyTorch over this rank's stages. Each stage calls the loss function with its part.
 
-    DeepSpeed neither sees the passes nor reduces gradients. At stage 1 it takes its partition of their sum. Norm and
-    clipping are those of the gradients of all stages.
+    DeepSpeed neither sees the passes nor reduces gradients. At ZeRO stage 1 it takes its partition of the summed
+    gradients. The norm and the clipping cover the gradients of all pipeline stages.
 
-    The token embedding belongs to the first stage. If the last one is on another rank, it has a copy for its logits,
-    which is sent before each step. The copy's gradient is added to that of the first stage.
+    The token embedding belongs to the first stage. If the last stage is on another rank, it has a copy for its logits.
+    The copy is sent before each step, and its gradient is added to the gradient of the first stage.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PipelineEngine(Engine):
     # A training step
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> None:
-        """See ``Engine.accumulate``; ``loss`` gets the parts of a micro-batch that this rank's stages yield."""
+        """See ``Engine.accumulate``; ``loss`` gets one part of each micro-batch from each stage of this rank."""
         self._deepspeed.train()
         self._send_table()
         passes = self._passes(len(micro_batches))
@@ -95,7 +95,7 @@ class PipelineEngine(Engine):
         return Step([batch.to(self._device) for batch in micro_batches], seeds, loss)
 
     def forward(self, batch: MicroBatch, seed: int | None = None) -> M6Output:
-        """See ``Engine.forward``; all ranks of a pipeline call it. Only the rank of the last stage gets losses."""
+        """See ``Engine.forward``. All ranks of a pipeline call it. Only the rank of the last stage gets losses."""
         found, hidden_states = M6Output(), None
         for index, stage in self._stages.items():
             # In V schedules two neighbouring stages are on one rank.
@@ -185,8 +185,8 @@ class PipelineEngine(Engine):
         shape = (1, config.m6.data.sequence_length, config.model.hidden_size)
         row = torch.empty(shape, dtype=self._dtype, device="meta")
         num_stages = len(config.pipeline.cut(config.model.num_layers))
-        # The second half of a backward pass would compute a block that is not kept again for each few parameters, would
-        # need the weights of offloaded experts again, and has not the whole gradient of a weight that layers share.
+        # A backward pass is not split in three cases. With activation checkpointing its second half would recompute a
+        # block several times. Offloaded experts would be needed twice. A weight shared by layers would be incomplete.
         training, offloaded = config.m6.training, self.offloaded
         splits = not training.activation_checkpointing and offloaded is None and self._sharing is None
         return [
@@ -205,7 +205,7 @@ class PipelineEngine(Engine):
         ]
 
     def _build_schedule(self) -> Any:
-        """The schedule of this pipeline in a step with ``_scheduled`` micro-batches."""
+        """Makes the schedule of this pipeline for a step with ``_scheduled`` micro-batches."""
         assert self._config.pipeline is not None
         own = self._scheduled[self._mesh.dims.dp_rank]
         return build_schedule(self._config.pipeline, self._numbered_stages(self._config), own)
@@ -214,7 +214,7 @@ class PipelineEngine(Engine):
         return self._step.batches[number].input_ids.shape
 
     def _rank_of(self, stage: int) -> int:
-        """The global rank of a stage of this pipeline."""
+        """Returns the global rank of a stage of this pipeline."""
         assert self._config.pipeline is not None
         dims = self._mesh.dims
         return dims.rank_of_stage(
@@ -237,11 +237,11 @@ class PipelineEngine(Engine):
         return self._run(stage, hidden_states, self._step.batches[number], self._step.seeds[number])
 
     def _pass(self, stage: ModelStage, hidden_states: Tensor | None, number: int) -> Tensor:
-        """A forward pass of a training step: hidden states, or the loss [1] of the last stage."""
+        """Runs a forward pass of a training step; returns hidden states, or the loss [1] of the last stage."""
         step = self._step
         assert step.loss is not None
         hidden_states, output = self._run_number(stage, hidden_states, number)
-        # A product is no view, which PyTorch's schedules could not detach.
+        # The product is not a view: PyTorch's schedules detach outputs in place, which a view does not allow.
         loss = step.loss(step.batches[number], output).reshape(1) * self._scale
         if stage.is_last:
             return loss
@@ -256,16 +256,16 @@ class PipelineEngine(Engine):
             dist.broadcast(self._table.data, self._mesh.stage_ends[0], group=self._ends)
 
     def _end_pass(self, part: int, number: int) -> None:
-        """Ends the backward pass of a micro-batch in a stage; in each stage their numbers grow.
+        """Ends the backward pass of a micro-batch in a stage. In each stage the numbers of micro-batches increase.
 
         Args:
-            part: the place of the stage among those of this rank.
+            part: the index of the stage among this rank's stages.
             number: of the micro-batch in the step.
         """
         self._reducer.end_pass(self._scheduled, part)
 
     def _end_passes(self) -> None:
-        """Ends all passes of a step. The gradient of the copy comes to the token embedding."""
+        """Ends all passes of a step, and adds the gradient of the copy to the gradient of the token embedding."""
         if not self._reducer.measures_sums and self._has_trained_copy:
             assert self._table is not None
             self._table.grad = self._joined(self._table.grad)
@@ -274,7 +274,8 @@ class PipelineEngine(Engine):
         """Sums the gradients of a step over ranks, see ``StageGradients.collect``."""
         sums = self._reducer.sums(self._scale, self.averaged_over)
         if self._reducer.measures_sums and self._has_trained_copy:
-            # Of two sums over all pipelines: one of both gradients in each pipeline would depend on their number.
+            # Both gradients are first summed over all pipelines and then added. A sum inside each pipeline first would
+            # depend on the number of pipelines.
             assert self._table is not None
             joined = self._joined(sums.pop(self._table))
             if joined is not None:
@@ -285,11 +286,11 @@ class PipelineEngine(Engine):
 
     @property
     def _has_trained_copy(self) -> bool:
-        """Whether this rank has the token embedding or its copy on another rank, and it is not frozen."""
+        """Whether this rank has a trained token embedding with a copy on another rank, or the copy."""
         return self._ends is not None and self._has_copy and self._table is not None and self._table.requires_grad
 
     def _joined(self, gradient: Tensor | None) -> Tensor | None:
-        """Adds the gradient of the copy to that of the token embedding; None on the rank of the copy."""
+        """Adds the gradients of the copy and of the token embedding; None on the rank of the copy."""
         assert self._table is not None
         if gradient is None:
             gradient = torch.zeros_like(self._table)
@@ -303,7 +304,7 @@ class PipelineEngine(Engine):
 
 
 class _StageOfStep(nn.Module):
-    """A stage as PyTorch's schedules call it: with the number of a micro-batch."""
+    """A stage with the interface of PyTorch's schedules; its input is the number of a micro-batch."""
 
     def __init__(self, stage: ModelStage, run: Callable[[ModelStage, Tensor | None, int], Tensor]) -> None:
         super().__init__()
@@ -315,7 +316,7 @@ class _StageOfStep(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Hidden states that carry a loss [1]: the backward pass gives it the gradient 1. Nothing of it is sent."""
+    """Attaches a loss [1] to hidden states. The backward pass gives the loss the gradient 1. The loss is not sent."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, loss: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The summed gradients of a rank's stages: measured over all stages, and given to DeepSpeed's optimizer."""
+"""The summed gradients of a rank's stages: their norm over all stages, and their way into DeepSpeed's optimizer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepGradients:
-    """The gradients of a step whose passes have ended on this rank.
+    """The gradients of a step after its last pass on this rank.
 
     Attributes:
-        of_parameters: whole ones at ZeRO stage 0; none at stage 1, where DeepSpeed has this rank's partition.
-        tensors: what clipping shrinks.
-        squares: [P], the squared norm on each rank of the pipeline, in fp64, as soon as ``measured`` has ended.
+        of_parameters: whole gradients at ZeRO stage 0; empty at stage 1, because DeepSpeed has this rank's partition.
+        tensors: the tensors to clip.
+        squares: [P], the squared norm on each rank of the pipeline, in fp64; valid after ``measured``.
+        measured: the all-reduce of ``squares``, in flight.
         learning_rate: of the step.
     """
 
@@ -38,13 +39,13 @@ class StepGradients:
 
 
 class StageGradients:
-    """Takes the place of DeepSpeed's norm and of its decision to skip a step (0.19.8).
+    """Replaces DeepSpeed's norm and its decision to skip a step (0.19.8).
 
     Args:
         mesh: of this rank.
 
     Attributes:
-        norm: of the gradients of all stages in the next update, with the loss scale.
+        norm: the norm of the gradients of all stages for the next update, with the loss scale.
     """
 
     def __init__(self, deepspeed: DeepSpeedEngine, config: RunConfig, mesh: Mesh) -> None:
@@ -64,7 +65,7 @@ class StageGradients:
         other_squares: float,
         group: dist.ProcessGroup | None,
     ) -> StepGradients:
-        """Takes the summed gradients of a step; their norm is under way when this returns.
+        """Takes the summed gradients of a step. The all-reduce of their norm is in flight afterwards.
 
         Args:
             gradients: of all trained parameters of this rank.
@@ -73,7 +74,7 @@ class StageGradients:
             group: the ranks of this pipeline.
         """
         if self._zero is not None and self._zero.gradient_accumulation_dtype == torch.float16:
-            # What is finite in fp32 may not be so in the optimizer's partition.
+            # A finite fp32 number may overflow in the optimizer's fp16 partition.
             gradients = {parameter: gradient.half() for parameter, gradient in gradients.items()}
         squares = torch.zeros(self._mesh.dims.pp, dtype=torch.float64, device=self._device)
         norm = gradient_norm(gradients, self._part_groups, self._device, other_squares)

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a pipeline for which the sender does not wait."""
+"""Asynchronous messages between the ranks of a pipeline: the sender does not wait."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from m6.training.mesh import Mesh
 
 
 class PipelineLinks:
-    """Groups of ranks for messages that may overtake those of others: each has one direction or one purpose.
+    """Separate groups of ranks for each direction and purpose of messages.
 
-    NCCL runs the messages of a group one after the other, so that a message that waits for its receiver would hold up
-    those of the other direction.
+    NCCL runs the messages of a group one after the other. In a common group, a message without a ready receiver would
+    block the messages of the other direction.
 
     Args:
         mesh: of this rank.
@@ -25,21 +25,21 @@ class PipelineLinks:
     Attributes:
         forward: to the next rank of the pipeline, for hidden states.
         backward: to the previous rank of the pipeline, for their gradients.
-        sums: all ranks of the pipeline, for what they add up.
-        table: from the first rank of the pipeline to the last one; None on the others.
-        gradient_of_table: from the last rank of the pipeline to the first one; None on the others.
+        sums: all ranks of the pipeline, for sums.
+        table: from the first rank of the pipeline to the last rank; None on the other ranks.
+        gradient_of_table: from the last rank of the pipeline to the first rank; None on the other ranks.
     """
 
     def __init__(self, mesh: Mesh, ends: dist.ProcessGroup | None) -> None:
         self.forward, self.backward, self.sums = map(mesh.of_pipelines, ("forward", "backward", "sums"))
         self.table, self.gradient_of_table = ends, mesh.of_ends("gradient of the table")
         self._device = mesh.device
-        # No message is older than two rounds of the pipeline when its receiver has it.
+        # A message is received within two rounds of the pipeline, so ``send`` rarely waits for an older one.
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
         self._most = 2 * mesh.dims.pp
 
     def send(self, tensor: Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
-        """Sends a tensor, which must not change before it is received, to a global rank of a group."""
+        """Sends a tensor to a global rank of a group. The tensor must not change before it is received."""
         tensor = tensor.contiguous()
         self._sent.append((dist.isend(tensor, rank, group=group), tensor))
         while len(self._sent) > self._most:
@@ -52,7 +52,7 @@ class PipelineLinks:
         return tensor
 
     def wait(self) -> None:
-        """Waits until everything that this rank has sent is received."""
+        """Waits until all messages from this rank are received."""
         while self._sent:
             self._wait_for_oldest()
 

@@ -29,19 +29,19 @@ _SCHEDULES: dict[str, Callable[..., Any]] = {
 
 
 class NumberedStage(PipelineStage):
-    """A stage that gets the number of a micro-batch and looks up its data, which every rank of the pipeline has.
+    """A stage with numbers of micro-batches as input. It looks up the data; every rank of the pipeline has all data.
 
-    PyTorch's stage receives all micro-batches of a step into buffers of one shape that live as long as the stage. This
-    one makes a buffer of the right shape when it is received, and lets it go when it is used.
+    PyTorch's stage receives all micro-batches of a step into permanent buffers of one shape. This stage makes a buffer
+    of the right shape for each message, and frees it after its use.
 
     Args:
         module: maps hidden states, except in the first stage, and ``number`` to hidden states or a loss [1].
         index, num_stages: of this stage.
         row: hidden states of one row, [1, S, D] on the meta device.
-        shape: maps the number of a micro-batch to its rows and its tokens of a row.
+        shape: maps the number of a micro-batch to its number of rows and tokens in a row.
         group: the ranks of the pipeline.
-        splits: whether a schedule may compute the gradients of inputs first and those of weights later; otherwise it
-            computes both at the place of the first.
+        splits: whether a schedule may compute the gradients of inputs first and the gradients of weights later;
+            otherwise it computes both together, at the earlier position.
         end_pass: called with the number of a micro-batch after its gradients are complete.
     """
 
@@ -57,7 +57,7 @@ class NumberedStage(PipelineStage):
         splits: bool,
         end_pass: Callable[[int], None],
     ) -> None:
-        # With the shapes given, PyTorch does not run the module once to learn them.
+        # The shapes are given, so PyTorch need not run the module once to find them.
         row = row.requires_grad_()
         inputs = () if index == 0 else (row,)
         super().__init__(
@@ -121,13 +121,13 @@ def _drop_buffers(infos: Any) -> None:
 
 
 def build_schedule(settings: PipelineSettings, stages: list[NumberedStage], micro_batches: int) -> Any:
-    """The schedule of a rank with these stages; its ``step`` gets ``number``, int64 [micro_batches]."""
+    """Makes the schedule of a rank with these stages; its ``step`` gets ``number``, int64 [micro_batches]."""
     arguments = {"n_microbatches": micro_batches, "loss_fn": as_scalar, "scale_grads": False}
     of_rank = stages[0] if settings.stages_per_rank() == 1 else stages
     return _SCHEDULES[settings.schedule](of_rank, **arguments)
 
 
 def as_scalar(loss: Tensor, number: Tensor) -> Tensor:
-    """The loss of a micro-batch, from what the last stage returns for it."""
-    # The last stage returns [1], since PyTorch cannot join outputs without dimensions.
+    """Returns the loss of a micro-batch as a scalar, from the last stage's output [1]."""
+    # The last stage returns [1], because PyTorch cannot concatenate outputs without dimensions.
     return loss.sum()

@@ -1,4 +1,4 @@
-"""How the gradients of a step become sums: the interface of all reducers, and the all-reduce of pipelines."""
+"""Gradient reduction: the interface of all reducers, and the all-reduce of pipelines."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from m6.training.reduction.residuals import load_residuals
 
 
 class GradientReducer:
-    """Sums the gradients of this rank over the ranks that hold the same parameters. It knows no stages.
+    """Sums the gradients of this rank over the ranks with the same parameters. It does not depend on the engine.
 
-    Whoever runs micro-batches calls ``end_pass`` after each backward pass; the engine calls ``sums`` and then
-    ``end_step``. This class leaves all sums to DeepSpeed, so that its ``sums`` is never called.
+    The engine calls ``end_pass`` after each backward pass, then ``sums`` and ``end_step``. In this class DeepSpeed
+    computes all sums, so ``sums`` is never called.
 
     Args:
         mesh: of this rank.
         module: the part of the model on this rank.
 
     Attributes:
-        trained: the parameters of this rank that get gradients.
-        measures_sums: whether norm and clipping are those of the sums as this object returns them, and the loss needs
-            no factor for a mean over ranks. DeepSpeed's norm is that of partitions, whose borders depend on the number
-            of ranks.
+        trained: the trained parameters of this rank.
+        measures_sums: whether norm and clipping use the result of ``sums``, and the loss needs no factor for a mean
+            over ranks. DeepSpeed instead sums the norms of partitions; their borders depend on the number of ranks.
     """
 
     measures_sums = False
@@ -42,36 +41,35 @@ class GradientReducer:
 
     @property
     def sums_here(self) -> bool:
-        """Whether this object sums the gradients of the current step, and DeepSpeed does not."""
+        """Whether this object, and not DeepSpeed, sums the gradients of the current step."""
         return False
 
     def divide(self, parts: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Expects the passes of each of these parts of the parameters by themselves.
+        """Declares parts of the parameters with separate passes, such as the stages of a pipeline.
 
-        A parameter may be in two parts. A part may have a parameter that is not in ``trained``; ``sums`` then returns
-        that, too.
+        A parameter may be in two parts. A part may have a parameter outside ``trained``; ``sums`` then returns it, too.
         """
 
     def end_pass(self, passes: tuple[int, ...], part: int = 0) -> None:
-        """Ends a backward pass, of one micro-batch or of those that take turns.
+        """Ends a backward pass, of one micro-batch or of several interleaved micro-batches.
 
         Args:
-            passes: of the step, on each rank along ``dp``.
-            part: whose gradients are complete, see ``divide``.
+            passes: the number of passes of the step on each rank along ``dp``.
+            part: the part with complete gradients, see ``divide``.
         """
 
     def sums(self, loss_scale: float, averaged_over: int) -> dict[nn.Parameter, Tensor]:
         """Moves the gradients of a step out of the parameters, and returns their sums over ranks, with the loss scale.
 
-        They are infinite or NaN everywhere if a gradient of any rank is.
+        If a gradient of any rank is infinite or NaN, so are the sums on all ranks.
 
         Args:
-            averaged_over: a further factor on the loss, which the sums do not have.
+            averaged_over: another factor on the loss; the sums do not contain it.
         """
         raise NotImplementedError
 
     def end_step(self) -> None:
-        """Ends a step, whose gradients may have been summed elsewhere."""
+        """Ends a step, also if DeepSpeed summed its gradients."""
 
     # Between steps
 
@@ -88,14 +86,14 @@ class GradientReducer:
         load_residuals(reader, {}, self._mesh.dims.dp_rank, self._mesh.dims.dp)
 
     def begin_at(self, step: int) -> None:
-        """Goes on after ``step`` steps."""
+        """Continues after ``step`` steps."""
 
 
 class AllReducedGradients(GradientReducer):
-    """All-reduces gradients in their own type, or in another one, where DeepSpeed does not see the passes.
+    """All-reduces gradients if DeepSpeed does not see the passes.
 
     Args:
-        sent_type: of the numbers in messages; None: that of the gradients.
+        sent_type: the number format of messages; None: the type of the gradients.
     """
 
     def __init__(self, mesh: Mesh, module: nn.Module, sent_type: torch.dtype | None) -> None:
@@ -104,7 +102,7 @@ class AllReducedGradients(GradientReducer):
         self._same_experts = expert_group("expert_data_parallel", mesh.dims.ep) or mesh.replicas
 
     def sums(self, loss_scale: float, averaged_over: int) -> dict[nn.Parameter, Tensor]:
-        """See ``GradientReducer.sums``; only where ``averaged_over`` is 1."""
+        """See ``GradientReducer.sums``; only for ``averaged_over`` 1."""
         assert averaged_over == 1
         gradients = {
             parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

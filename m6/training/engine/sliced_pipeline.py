@@ -1,4 +1,4 @@
-"""The engine of ``m6.parallel.pipeline.slices``: a pipeline through which slices of rows pass."""
+"""The engine of ``m6.parallel.pipeline.slices``: a pipeline over slices of rows."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from m6.training.engine.slices import Slice, slices_of
 
 
 class SlicedPipelineEngine(PipelineEngine):
-    """Cuts the rows of each micro-batch where all of them may be cut, and runs 1F1B over the slices.
+    """Cuts the rows of each micro-batch at common split points, and runs 1F1B over the slices.
 
-    Losses and gradients are those of whole rows, also the loss that balances the experts. Dropout and the noise of
-    routers depend on the micro-batch, the layer and the beginning of the slice.
+    Losses and gradients equal those of whole rows, including the load-balancing loss. Dropout and the noise of routers
+    depend on the micro-batch, the layer and the start of the slice.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -33,11 +33,11 @@ class SlicedPipelineEngine(PipelineEngine):
         self._counts: list[int] = []  # slices of each micro-batch since the last report
         super().__init__(*arguments)
         for block in self.module.model.layers:
-            # A second call of a block, by activation checkpointing, keeps its keys: see ``SliceCache.update``.
+            # A recomputed block finds its keys in the cache, see ``SliceCache.update``.
             block._can_checkpoint_with_cache = True
 
     def _build_schedule(self) -> Any:
-        # The slices of a row may not depend on the number of pipelines if its sums do not.
+        # With "any_world" the slices of a row must not depend on the number of pipelines.
         own = self._scheduled[self._mesh.dims.dp_rank]
         of_slices = sum(self._scheduled) if self._reducer.measures_sums else own
         self._choice = SliceChoice(self._config, of_slices)
@@ -50,7 +50,7 @@ class SlicedPipelineEngine(PipelineEngine):
         self._slices, self._keys = [], []
 
     def interval_metrics(self) -> dict[str, Any]:
-        """``slices``, of a micro-batch of this rank on average, and those of ``Engine.interval_metrics``."""
+        """Returns ``slices``, the mean number of slices of a micro-batch, and ``Engine.interval_metrics``."""
         counts, self._counts = self._counts, []
         return {**super().interval_metrics(), "slices": sum(counts) / max(1, len(counts))}
 
@@ -69,17 +69,17 @@ class SlicedPipelineEngine(PipelineEngine):
         return Step(batches, [each.seed for each in self._slices], loss)
 
     def _common(self, cuts: list[list[int]]) -> list[list[int]]:
-        """Leaves out cuts, so that ranks that exchange tokens compute as many slices of each micro-batch."""
+        """Leaves out cuts, so that all ranks of an expert-parallel group have equal numbers of slices."""
         if self._config.m6.training.ep_size == 1:
             return cuts
         numbers = torch.tensor([len(each) for each in cuts], device=self._device)
-        is_uneven = len(set(self._scheduled)) > 1  # then other groups have other micro-batches
+        is_uneven = len(set(self._scheduled)) > 1  # then the groups have different numbers of micro-batches
         group = self._expert_group if self._reducer.measures_sums or is_uneven else self.replicas
         dist.all_reduce(numbers, dist.ReduceOp.MIN, group=group)
         return [thinned(each, number) for each, number in zip(cuts, numbers.tolist(), strict=True)]
 
     def _end_pass(self, part: int, number: int) -> None:
-        if self._slices[number].begin == 0:  # the last one to go backward
+        if self._slices[number].begin == 0:  # backward passes run from the last slice to the first
             super()._end_pass(part, number)
 
     def _run_number(self, stage: ModelStage, hidden_states: Tensor | None, number: int) -> tuple[Tensor, M6Output]:
@@ -89,5 +89,5 @@ class SlicedPipelineEngine(PipelineEngine):
 
 
 def thinned(cuts: Sequence[int], number: int) -> list[int]:
-    """``number`` of the cuts, spread over all of them."""
+    """Returns ``number`` of the cuts, evenly spread."""
     return [cuts[(index + 1) * (len(cuts) + 1) // (number + 1) - 1] for index in range(number)]

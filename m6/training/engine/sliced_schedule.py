@@ -13,11 +13,11 @@ _KINDS = {"forward": _ComputationType.FORWARD, "backward": _ComputationType.FULL
 
 
 class SlicedSchedule(_PipelineScheduleRuntime):
-    """Runs ``sliced_orders``: PyTorch adds the messages to the passes and takes each slice for a micro-batch.
+    """Runs ``sliced_orders``. PyTorch adds the messages to the passes, and treats each slice as a micro-batch.
 
     Args:
-        stage: the only one of this rank.
-        most: slices that a step may have.
+        stage: this rank's only stage.
+        most: the largest number of slices in a step.
     """
 
     def __init__(self, stage: NumberedStage, most: int) -> None:
@@ -26,7 +26,7 @@ class SlicedSchedule(_PipelineScheduleRuntime):
         self._slices: tuple[int, ...] = ()
 
     def prepare(self, slices: tuple[int, ...]) -> None:
-        """Sets the number of slices of each micro-batch of the next step; equal on all ranks of the pipeline."""
+        """Sets the number of slices of each micro-batch of the next step. It is equal on all ranks of the pipeline."""
         if slices == self._slices:
             return
         self._slices, self._n_microbatches = slices, sum(slices)

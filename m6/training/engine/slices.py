@@ -1,4 +1,4 @@
-"""Cuts micro-batches into slices of tokens, which pass a pipeline one after the other."""
+"""Cuts micro-batches into slices of tokens. The slices pass through a pipeline one after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from m6.architecture.settings import ModelSettings
 from m6.architecture.special_tokens import IGNORED_LABEL, IMAGE
 from m6.data.collate import MicroBatch
 
-# Odd, and its low half too, as that of the layers (m6/model/blocks.py).
+# Odd, also its lower half, like the stride of the layers (m6/model/blocks.py).
 _SEED_STRIDE = 0xD1B54A32D192ED03
 
 
@@ -21,9 +21,9 @@ class Slice:
     """The tokens ``[begin, end)`` of all rows of a micro-batch.
 
     Attributes:
-        batch: its tensors, see ``cut``.
+        batch: the tensors of the slice, see ``cut``.
         number: of the micro-batch in the step.
-        begin: tokens of each row before it.
+        begin: the number of tokens of each row before the slice.
         seed: for dropout.
     """
 
@@ -34,13 +34,13 @@ class Slice:
 
 
 def slices_of(batch: MicroBatch, number: int, seed: int, cuts: list[int], model: ModelSettings) -> list[Slice]:
-    """The slices of a micro-batch in the order of its tokens.
+    """Returns the slices of a micro-batch in the order of its tokens.
 
     Args:
         batch: on the CPU.
         number: of the micro-batch in the step.
-        seed: of the micro-batch. A slice that begins at 0 keeps it.
-        cuts: increasing places, see ``legal_cuts``.
+        seed: of the micro-batch. The first slice keeps it.
+        cuts: increasing positions, see ``legal_cuts``.
     """
     bounds = [0, *cuts, batch.input_ids.shape[1]]
     return [
@@ -50,17 +50,17 @@ def slices_of(batch: MicroBatch, number: int, seed: int, cuts: list[int], model:
 
 
 def cut(batch: MicroBatch, begin: int, end: int, model: ModelSettings) -> MicroBatch:
-    """The tokens ``[begin, end)`` of all rows.
+    """Cuts the tokens ``[begin, end)`` of all rows out of a micro-batch.
 
     Returns:
-        ``sample_ids`` of all tokens up to ``end``: [B, end]. ``labels`` and what belongs to them [B, end - begin + 1],
-        or one less at the end of the rows: a token is predicted from the one before it, so a slice's last token
-        predicts the first one behind it. The other tensors have the slice's tokens and pictures. Counts stay those of
-        the whole.
+        ``sample_ids`` of all tokens up to ``end``: [B, end]. ``labels`` and the ids of targets: [B, end - begin + 1],
+        or one less at the end of the rows. A token is predicted from the token before it, so the last token of a slice
+        predicts the first token behind the slice. The other tensors have the slice's tokens and images. Counts are
+        still those of the whole micro-batch.
     """
     own, labelled = slice(begin, end), slice(begin, end + 1)
     labels = batch.labels[:, labelled]
-    if begin > 0:  # its first label was that of the slice before
+    if begin > 0:  # the previous slice predicts the first label
         labels = labels.clone()
         labels[:, 0] = IGNORED_LABEL
     return replace(
@@ -77,7 +77,7 @@ def cut(batch: MicroBatch, begin: int, end: int, model: ModelSettings) -> MicroB
 
 
 def _pictures(batch: MicroBatch, begin: int, end: int, model: ModelSettings) -> Tensor:
-    """The pictures whose placeholders are in a slice: no legal cut is inside of one."""
+    """Returns the images with placeholders in the slice. No legal cut is inside an image."""
     is_patch = (batch.input_ids == model.image_token_id) & (batch.token_type_ids == IMAGE)
     places = torch.nonzero(is_patch)[:, 1][:: model.num_patches]
     return batch.pixel_values[(places >= begin) & (places < end)]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def base_optimizer(deepspeed: DeepSpeedEngine) -> torch.optim.Optimizer:
-    """The PyTorch optimizer: inside of ZeRO's optimizer, or the engine's optimizer at stage 0."""
+    """Returns the PyTorch optimizer: inside ZeRO's optimizer, or the engine's optimizer at stage 0."""
     return deepspeed.optimizer if deepspeed.zero_optimization_stage() == 0 else deepspeed.optimizer.optimizer
 
 
@@ -26,7 +26,7 @@ def weights(deepspeed: DeepSpeedEngine) -> list[Tensor]:
 
 
 def fp32_masters(deepspeed: DeepSpeedEngine) -> list[Tensor]:
-    """The flat fp32 partitions that ZeRO's optimizer updates; empty at stage 0."""
+    """Returns the flat fp32 partitions of ZeRO's optimizer; empty at stage 0."""
     stage, zero = deepspeed.zero_optimization_stage(), deepspeed.optimizer
     if stage == 0:
         return []
@@ -40,7 +40,7 @@ def moments(deepspeed: DeepSpeedEngine) -> list[Tensor]:
 
 
 def gradients(deepspeed: DeepSpeedEngine) -> list[Tensor]:
-    """The tensors of gradients; complete between the last backward pass of a step and its update."""
+    """Returns the tensors of gradients; complete between the last backward pass of a step and its update."""
     tensors = [parameter.grad for parameter in deepspeed.module.parameters() if parameter.grad is not None]
     zero = deepspeed.optimizer
     # ZeRO keeps gradients here instead of in ``parameter.grad``; the names depend on stage and offload.
@@ -66,7 +66,7 @@ def create_moments(deepspeed: DeepSpeedEngine) -> None:
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     # One parameter at a time: gradients for all of them would need as much memory as the weights.
     for parameter in missing:
-        # Stage 3 puts a partition into its group only for its update. Its groups differ in the weight decay alone.
+        # Stage 3 puts a partition into its group only for its update. Its groups differ only in the weight decay.
         options = groups.get(parameter, optimizer.param_groups[0])
         param_groups, gradient = optimizer.param_groups, parameter.grad
         optimizer.param_groups = [{**options, "params": [parameter], "lr": 0.0}]
@@ -91,7 +91,7 @@ def set_optimizer_step(deepspeed: DeepSpeedEngine, step: int) -> None:
 
 
 def publish_weights(deepspeed: DeepSpeedEngine) -> None:
-    """Copies the fp32 masters into the tensors that the forward pass reads."""
+    """Copies the fp32 masters into the tensors of the forward pass."""
     stage, zero = deepspeed.zero_optimization_stage(), deepspeed.optimizer
     if stage in (1, 2):
         zero.update_lp_params()

@@ -1,4 +1,4 @@
-"""Matrices that are divided over ranks, in checkpoints: fragments of whole ones."""
+"""Sharded matrices of tensor parallelism in checkpoints, as fragments of whole matrices."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _Key = tuple[str, str]
 
 
 class DividedMatrices:
-    """Puts the parts of matrices together for checkpoints, and takes them apart again.
+    """Gathers sharded matrices for checkpoints, and shards them again.
 
-    A fragment is a flat range of a whole matrix, and a part of a matrix is many ranges. So ``joined`` puts divided
-    matrices together, and yields a range of them to each rank of the stage. ``take_back`` takes the parts back.
+    A fragment is one flat range of a whole matrix, but a shard of a matrix is many ranges. ``joined`` therefore gathers
+    the matrices, and yields a range of each to every rank of the stage. ``take_back`` writes such ranges back into the
+    shards.
 
-    The ranks of a tensor group have the same gradients of whole parameters, and copies of these.
+    Unsharded parameters have copies with equal gradients on all ranks of a tensor group.
 
     Args:
         mesh: of this rank; all ranks make this object.
@@ -46,11 +47,11 @@ class DividedMatrices:
         self._lent: dict[_Key, Fragment] = {}
 
     def forget(self) -> None:
-        """Frees the whole matrices of a checkpoint that has been written."""
+        """Frees the ranges of ``joined``, after the checkpoint has been written."""
         self._lent.clear()
 
     def joined(self, fragments: Iterable[Fragment]) -> Iterator[Fragment]:
-        """The fragments of this rank, with ranges of whole matrices in the place of parts.
+        """Yields the fragments of this rank, with ranges of whole matrices instead of shards.
 
         All ranks of the stage call it together.
         """
@@ -63,7 +64,7 @@ class DividedMatrices:
                 index, count = fragment.replica
                 yield replace(fragment, replica=(index * self._dims.tp + self._dims.tp_rank, count * self._dims.tp))
             else:
-                yield fragment  # experts are not copied along tensor groups
+                yield fragment  # a tensor group has no copies of experts
         for key in self._keys(parts):
             whole = self._whole(key, parts.get(key, []))
             begin, end = self._dims.share(whole.numel())
@@ -71,7 +72,7 @@ class DividedMatrices:
             yield self._lent[key]
 
     def take_back(self, fragments: Iterable[Fragment]) -> None:
-        """Writes what ``joined`` has yielded into these fragments of parts; all ranks of the stage call it together."""
+        """Writes the ranges of ``joined`` into these fragments of shards. All ranks of the stage call it together."""
         lent, self._lent = self._lent, {}
         live: dict[_Key, list[Fragment]] = {}
         for fragment in fragments:
@@ -85,13 +86,13 @@ class DividedMatrices:
                 target.data.copy_(part[target.offset : target.end])
 
     def _keys(self, parts: dict[_Key, list[Fragment]]) -> list[_Key]:
-        """The divided tensors of the stage, in one order: ZeRO may leave a rank nothing of a small one."""
+        """Returns the sharded tensors of the stage in a common order. ZeRO may give a rank no part of a tensor."""
         found: list[list[_Key]] = [[] for _ in range(dist.get_world_size(self.stage))]
         dist.all_gather_object(found, list(parts), group=self.stage)
         return sorted({key for keys in found for key in keys})
 
     def _whole(self, key: _Key, fragments: list[Fragment]) -> Tensor:
-        """A whole tensor, from the fragments of its parts that this rank and all others hold."""
+        """Gathers a whole tensor from the fragments of its shards on all ranks."""
         shard = self._shards[key[0]]
         whole = torch.zeros(shard.shape, device=self._device)
         place = shard.of(whole)

@@ -1,4 +1,4 @@
-"""Norms of tensors, also of whole ones where ZeRO's flat partitions cut them: one number each crosses the ranks."""
+"""Norms of tensors, also of tensors split by ZeRO's flat partitions. Ranks exchange one number for each tensor."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _CHUNK = 2**18  # elements; their copies in fp64 stay in a processor's cache
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The norm of each tensor, [N] in fp64.
+    """Returns the norm of each tensor, [N] in fp64.
 
-    On CPUs PyTorch 2.13 adds up the squares of fp32 numbers in fp32, one after the other: 10^8 equal ones lose 1 % of
-    their norm, and another share when they are cut elsewhere. So they are added up in fp64 there, as DeepSpeed does. On
-    other devices sums are trees of fp32, also those of fp16 numbers, whose squares can be beyond their range.
+    On CPUs PyTorch 2.13 adds the squares of fp32 numbers in fp32, one after the other. With 10^8 equal numbers the norm
+    is 1 % too small, and the error depends on where a tensor is split. On CPUs the squares are therefore added in fp64,
+    as in DeepSpeed. On other devices the sums are trees in fp32, also for fp16: squares of fp16 numbers may overflow.
 
     Args:
         tensors: at least one, all on one device.
@@ -36,11 +36,11 @@ def _norm_in_fp64(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of a flat tensor that belongs to one tensor of the model, or to one expert of a stack.
+    """The range of a tensor of the model, or of one expert of a stack, in a flat tensor.
 
     Attributes:
         start, end: in the flat tensor.
-        number: of the tensor.
+        number: of the model's tensor or expert.
     """
 
     start: int
@@ -50,14 +50,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The tensors of which a flat tensor has parts.
+    """The positions of the model's tensors in a flat tensor.
 
     Attributes:
-        pieces: the parts.
+        pieces: ranges of the flat tensor.
         count: number of tensors, over all ranks of the group.
-        device: where numbers are exchanged.
-        group: the ranks that have the other parts.
-        is_partition: whether there are other parts.
+        device: for the exchange of norms.
+        group: the ranks with the other pieces.
+        is_partition: whether other ranks have other pieces.
     """
 
     pieces: Sequence[Piece]
@@ -67,7 +67,7 @@ class TensorLayout:
     is_partition: bool = False
 
     def norms(self, *tensors: Tensor) -> Tensor:
-        """[N, count] in fp64: the norms of the parts of N flat tensors; all ranks of the group call it."""
+        """Returns the norms of all tensors in N flat tensors, [N, count] in fp64. All ranks of the group call it."""
         squares = tensors[0].new_zeros(len(tensors), self.count, dtype=torch.float64)
         if self.pieces:
             numbers = torch.tensor([piece.number for piece in self.pieces], device=squares.device)
@@ -81,13 +81,13 @@ class TensorLayout:
         return squares.sqrt()
 
     def scale(self, tensor: Tensor, factors: Tensor) -> None:
-        """Multiplies the parts of a flat tensor by the factors [count] of their tensors."""
+        """Multiplies the pieces of a flat tensor by the factors [count] of their tensors."""
         for piece in self.pieces:
             tensor[piece.start : piece.end].mul_(factors[piece.number])
 
 
 def layouts_of(parameters: Sequence[nn.Parameter]) -> dict[Tensor, TensorLayout]:
-    """The layouts of parameters that are not partitioned: one tensor, or one for each local expert."""
+    """Returns the layouts of unpartitioned parameters: one tensor each, or one tensor for each local expert."""
     return {
         parameter: TensorLayout(
             _pieces([parameter], [0], (0, parameter.numel())), _tensors(parameter), parameter.device
@@ -97,7 +97,7 @@ def layouts_of(parameters: Sequence[nn.Parameter]) -> dict[Tensor, TensorLayout]
 
 
 def layouts_in_zero(zero: Any) -> Mapping[Tensor, TensorLayout]:
-    """The layouts of the flat partitions of DeepSpeed 0.19.8's optimizer for ZeRO stages 1 and 2."""
+    """Returns the layouts of the flat partitions of DeepSpeed 0.19.8's optimizer for ZeRO stages 1 and 2."""
     layouts: dict[Tensor, TensorLayout] = {}
     for index, flat in enumerate(zero.single_partition_of_fp32_groups):
         parameters, offsets = zero.round_robin_bit16_groups[index], zero.round_robin_bit16_offsets[index]
@@ -118,7 +118,7 @@ def _tensors(parameter: nn.Parameter) -> int:
 
 
 def _pieces(parameters: Sequence[nn.Parameter], offsets: Sequence[int], part: tuple[int, int]) -> list[Piece]:
-    """The pieces in elements ``part`` of a flat tensor in which the parameters begin at ``offsets``."""
+    """Returns the pieces in the range ``part`` of a flat tensor, for parameters at these ``offsets``."""
     pieces = []
     number = 0
     for parameter, offset in zip(parameters, offsets, strict=True):

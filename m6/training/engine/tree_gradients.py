@@ -20,12 +20,12 @@ from m6.training.offloading.experts import OffloadedExperts
 
 
 class TreeGradients(GradientReducer):
-    """Takes the gradients of each pass, and adds them up in the order of a fixed tree, in fp32.
+    """Takes the gradients of each pass, and adds them in the order of a fixed tree, in fp32.
 
-    A part of the parameters has a tree of its own. Of a parameter in two parts the two sums over all ranks are added.
+    Each part of the parameters has its own tree. For a parameter in two parts, the two sums over all ranks are added.
 
     Args:
-        offloaded: the experts of ``m6.offload``. They belong to each part, and get their sums in ``sums``.
+        offloaded: the experts of ``m6.offload``. They belong to each part. ``sums`` writes their sums back to them.
     """
 
     measures_sums = True
@@ -38,7 +38,7 @@ class TreeGradients(GradientReducer):
         self._parts: list[list[nn.Parameter]] = [self.trained]
         self._branches: dict[int, BranchSum] = {}
         if mesh.device.type == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is refused
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it PyTorch refuses cuBLAS calls
             torch.use_deterministic_algorithms(True)
 
     @property
@@ -61,7 +61,7 @@ class TreeGradients(GradientReducer):
         self._branches[part].add(leaf)
 
     def sums(self, loss_scale: float, averaged_over: int) -> dict[nn.Parameter, Tensor]:
-        """See ``GradientReducer.sums``; only where ``averaged_over`` is 1."""
+        """See ``GradientReducer.sums``; only for ``averaged_over`` 1."""
         assert averaged_over == 1
         branches, self._branches = self._branches, {}
         of_parameters: dict[nn.Parameter, Tensor] = {}
@@ -78,7 +78,7 @@ class TreeGradients(GradientReducer):
         return of_parameters
 
     def _over_ranks(self, parameters: list[nn.Parameter], own: BranchSum) -> list[Tensor]:
-        """The sums of a part over all ranks: of parameters, and of offloaded experts behind them."""
+        """Returns the sums of a part over all ranks: first of the parameters, then of offloaded experts."""
         found: dict[int, Tensor] = {}
         shape, branches = own.shape, own.finish()
         tensors = range(len(branches[0]))
@@ -96,7 +96,7 @@ class TreeGradients(GradientReducer):
 
 
 def check_device(config: RunConfig, device: torch.device) -> None:
-    """Raises UserError if the model has an operation whose gradient has no fixed order on this device."""
+    """Raises UserError if the model has an operation with a non-deterministic gradient on this device."""
     if device.type == "cuda" and config.model.patch_encoder == "resnet":
         raise UserError(
             'm6.training.deterministic "any_world": the gradient of max pooling, which m6.model.patch_encoder "resnet" '

@@ -1,4 +1,4 @@
-"""Adds up gradients of micro-batches along the tree of ``m6.config.sum_tree``, whatever ranks have its leaves."""
+"""Sums of micro-batch gradients along the tree of ``m6.config.sum_tree``, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from m6.training.reduction.buckets import buckets
 
 
 class BranchSum:
-    """Adds up the leaves of one rank, in their order; holds one partial sum for each branch that is not complete.
+    """Adds the leaves of one rank in order. It holds one partial sum for each incomplete branch.
 
     Args:
         shape: of the tree.
@@ -27,7 +27,7 @@ class BranchSum:
         self._partial: list[list[Tensor]] = []
 
     def add(self, leaf: list[Tensor]) -> None:
-        """Adds a leaf, whose tensors belong to this object afterwards."""
+        """Adds a leaf, and takes ownership of its tensors."""
         self._partial.append(leaf)
         for _ in range(self.shape.joins(self._group, self._next)):
             right = self._partial.pop()
@@ -35,7 +35,7 @@ class BranchSum:
         self._next += 1
 
     def finish(self) -> list[list[Tensor]]:
-        """The sums of the rank's branches, in their order."""
+        """Returns the sums of the rank's branches in order."""
         _, end = self.shape.part(self._group)
         assert self._next == end, f"{end - self._next} leaves are missing"
         return self._partial
@@ -44,17 +44,18 @@ class BranchSum:
 def sum_over_ranks(
     branches: Sequence[Sequence[Tensor]], shape: TreeShape, group: dist.ProcessGroup | None, device: torch.device
 ) -> list[Tensor]:
-    """Adds tensors up over the ranks of a group, in the order of the tree.
+    """Sums tensors over the ranks of a group, in the order of the tree.
 
-    Each rank gets a part of every rank's elements, adds them up, and sends the sum to all. That takes as many bytes as
-    an all-reduce, whose order depends on the number of ranks, and for each further branch of a rank half as many.
+    An all-to-all gives each rank a chunk of all ranks' elements. The rank adds it up, and an all-gather collects the
+    sums. This takes as many bytes as an all-reduce, and half as many again for each further branch of a rank. An
+    all-reduce would not do: its order of additions depends on the number of ranks.
 
     Args:
         branches: of this rank, each with fp32 tensors of equal shapes on all ranks.
-        shape: the ranks of ``group`` in rows of ``group_size``. Columns are added along the tree, then the sums of the
-            columns in order.
+        shape: the tree, with the ranks of ``group`` in rows of ``group_size``. Each column is added along the tree,
+            then the sums of the columns are added in order.
         group: None: all ranks.
-        device: on which the group exchanges tensors.
+        device: for the exchange of tensors in the group.
 
     Returns:
         tensors of the same shapes, on the devices of ``branches``.
@@ -79,7 +80,7 @@ def sum_over_ranks(
 
 
 def _tree(sums: Tensor, shape: TreeShape) -> Tensor:
-    """[branches of all ranks, n] -> [n]: each place of the groups along the tree, then the places in order."""
+    """Sums [branches of all ranks, n] to [n]: each column along the tree, then the columns in order."""
     groups = range(len(shape.shares))
     rows = iter(sums)
     of_ranks = {
@@ -98,7 +99,7 @@ def _tree(sums: Tensor, shape: TreeShape) -> Tensor:
 
 
 def _total(sums: dict[Branch, Tensor], branch: Branch) -> Tensor:
-    """The sum of a branch, from those of branches inside of it; it takes the place of one of them."""
+    """Returns the sum of a branch from the sums of its inner branches. It overwrites one of them."""
     if branch in sums:
         return sums[branch]
     left, right = halves(branch)

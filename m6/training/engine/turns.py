@@ -1,4 +1,4 @@
-"""Forward passes of micro-batches that take turns, inside of DeepSpeed's forward pass."""
+"""Forward passes of interleaved micro-batches, inside DeepSpeed's forward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def forward_in_turns(
     deepspeed: DeepSpeedEngine, batches: Sequence[MicroBatch], seeds: Sequence[int], device: torch.device
 ) -> list[M6Output]:
-    """Runs the model on micro-batches that take turns.
+    """Runs the model on interleaved micro-batches, to overlap computation with all-to-alls.
 
     Args:
         batches: on ``device``.
@@ -27,7 +27,7 @@ def forward_in_turns(
     """
     layers = ModelStage.whole(deepspeed.module)
     inputs = [(batch.model_inputs(), batch.labels) for batch in batches]
-    # DeepSpeed's forward pass calls its module: in its autocast, and with the hooks that its backward pass needs.
+    # DeepSpeed's forward pass calls its module, with its autocast and with the hooks for its backward pass.
     vars(deepspeed.module)["forward"] = functools.partial(layers.in_turns, inputs, seeds, device)
     try:
         outputs: list[M6Output] = deepspeed()

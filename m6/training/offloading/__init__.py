@@ -1,1 +1,1 @@
-"""The training of experts that the package ``offload`` holds, outside of DeepSpeed's engine."""
+"""The training of experts in the store of the package ``offload``, outside of DeepSpeed's engine."""

@@ -1,4 +1,4 @@
-"""Plans the offloading of one rank of a large job by the trace of a step, without the job's memory."""
+"""Plans the offloading of one rank of a large job from a dry trace of a step, without the job's memory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from offload import Rates, SimulatedDevice, StepTimes, lay_out, predict_times, s
 
 @dataclass(frozen=True)
 class DryPlan:
-    """The plan of a stage.
+    """The offload plan of a phase.
 
     Attributes:
         stage: "pseudo" or "real".
-        setup: the trace of a step and the plan made from it.
+        setup: the trace of a step and its plan.
         chunks: number of chunks.
-        expert_bytes: of all experts with gradients and optimizer state.
-        owned_bytes: of those that the device owns.
-        host_bytes: of those in host memory, and of staging blocks.
-        peak_bytes: most that lies on the device: the rest of the model, chunks that are owned, kept or in use.
-        times: of the copies of a step.
+        expert_bytes: bytes of all experts with gradients and optimizer state.
+        owned_bytes: bytes of experts owned by the device.
+        host_bytes: bytes of experts in host memory, and of staging blocks.
+        peak_bytes: the peak on the device: the rest of the model, and chunks owned, kept or in use.
+        times: predicted times of the copies of a step.
         seconds: duration of the dry run.
     """
 
@@ -49,10 +49,10 @@ class DryPlan:
 
 
 def dry_plans(config: RunConfig, world_size: int, rank: int, nodes: Nodes | None) -> list[DryPlan]:
-    """Traces a step of ``rank`` in each stage by the real code on fake tensors, and plans it by the real solver.
+    """Traces a step of ``rank`` in each phase with the real code on fake tensors, and plans it with the real solver.
 
     Args:
-        nodes: the nodes of the job, whose memory is the budget where ``m6.offload`` says "auto".
+        nodes: the nodes of the job. Their memory is the budget if ``m6.offload`` says "auto".
 
     Raises:
         UserError: a budget is unknown or too small, or the run does not fit ``world_size``.

@@ -1,4 +1,4 @@
-"""The trace of a step before the first one: a rank's model on fake tensors."""
+"""The dry trace of a step, before the first real step: a rank's model on fake tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from offload import DryRuntime, Trace, in_mib
 
 
 def bucket_bytes(config: RunConfig, dtype: torch.dtype) -> int:
-    """The bucket that DeepSpeed allocates for gradients of ``dtype``, of its whole size even for a smaller model."""
+    """Returns the bytes of DeepSpeed's bucket for gradients of ``dtype``. A smaller model gets the full size too."""
     if config.deepspeed.zero_stage == 0 or config.pipeline is not None:
         return 0
     section = config.deepspeed.keys["zero_optimization"]
@@ -30,7 +30,7 @@ def bucket_bytes(config: RunConfig, dtype: torch.dtype) -> int:
 
 
 def describe_shortage(error: ValueError, config: RunConfig, dtype: torch.dtype) -> str:
-    """The message about a budget that is too small, with DeepSpeed's bucket, which may be most of a small model's."""
+    """Returns the message for a too small budget, with DeepSpeed's bucket: it may be the largest part."""
     size = bucket_bytes(config, dtype) if "the device's budget" in str(error) else 0
     return f"{error}, with {in_mib(size)} of DeepSpeed's zero_optimization.reduce_bucket_size" if size else str(error)
 
@@ -40,8 +40,8 @@ class ActivationTraffic:
     """Memory and copies of offloaded activations.
 
     Attributes:
-        host_bytes: host memory that the activations occupy.
-        downloaded_bytes, uploaded_bytes: copied from and to the device in a step.
+        host_bytes: host memory of the activations.
+        downloaded_bytes, uploaded_bytes: bytes copied from and to the device in a step.
     """
 
     host_bytes: int = 0
@@ -58,12 +58,12 @@ def dry_trace(
 ) -> tuple[Trace, ActivationTraffic]:
     """Runs one step of this rank's model on fake tensors, with rows without padding.
 
-    The trace's non-model memory counts weights, gradients and activations when they are allocated. It always includes
-    the optimizer state of all parameters but experts, and DeepSpeed's reduction bucket.
+    The trace's non-model memory counts weights, gradients and activations from their allocation on. It always includes
+    the optimizer state of all parameters except experts, and DeepSpeed's reduction bucket.
 
     Args:
         chunk_bytes: size of chunks.
-        activations: parts of the model whose activations are offloaded.
+        activations: parts of the model with offloaded activations.
 
     Returns:
         the trace of all micro-batches of the step, and the traffic of activations.
@@ -100,7 +100,7 @@ def dry_trace(
         torch.nn.Module.to(model, dtype)
         model.train()
         batch = fake_batch(config, shape, world)
-        # The second pass differs from the first, since gradients exist already; all later ones equal the second.
+        # The second pass differs from the first, because gradients exist already. All later passes equal the second.
         passes = config.backward_passes(world_size)
         traced = min(2, passes) if config.pipeline is None else passes
         if config.pipeline is not None:

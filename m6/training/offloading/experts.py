@@ -1,4 +1,4 @@
-"""Offloaded experts: an ``OffloadRuntime`` that takes part in training steps and in checkpoints."""
+"""Offloaded experts: an ``OffloadRuntime`` in training steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from offload import (
 )
 
 _MEASURED_STEPS = 2
-"""Measured steps of an attempt: the plan is made from the first one, and the second one checks the plan."""
+"""Measured steps of an attempt: the plan is made from the first step and checked in the second step."""
 
 
 @contextmanager
 def naming_the_budget() -> Iterator[None]:
-    """Turns the error of a device whose budget is exceeded into a RetryableError: "auto" may find more next time."""
+    """Turns an exceeded device budget into a RetryableError: "auto" may find more memory in the next attempt."""
     try:
         yield
     except DeviceOutOfMemory as error:
@@ -54,19 +54,19 @@ def naming_the_budget() -> Iterator[None]:
 class OffloadedExperts:
     """This rank's offloaded experts with their gradients and optimizer state.
 
-    DeepSpeed does not see these experts. As soon as a gradient is computed, it is summed over the ranks that hold the
-    same experts. The loss is multiplied by the number of ranks with different micro-batches; the update divides by it,
-    in fp32, in which small gradients do not become zero.
+    DeepSpeed does not see these experts. Each gradient is summed over the ranks with the same experts as soon as it is
+    computed. The loss is multiplied by the number of ranks with different micro-batches. The update divides by this
+    number in fp32, so small gradients do not become zero.
 
     Args:
         model: on the meta device, with this rank's share of the experts. The constructor replaces the experts by
-            modules that read their weights from the offload runtime.
+            modules with weights from the offload runtime.
         torch_device: the device of the rest of the model.
-        sharing: what the layers of the Pseudo model share; None: the Real model.
-        replicas: the ranks that hold the same layers; None: all.
+        sharing: the shared layers of the Pseudo model; None: the Real model.
+        replicas: the ranks with the same layers; None: all.
 
     Attributes:
-        runtime: holds and moves the experts.
+        runtime: the store of the experts; it moves them between host and device.
         squares: sum of squares of the experts' gradients in this step, see ``measure``.
 
     Raises:
@@ -88,7 +88,7 @@ class OffloadedExperts:
         self.squares = 0.0
         self._ep_size = config.m6.training.ep_size
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        # The engine of "deterministic" sums gradients up itself. Neither it nor that of pipelines multiplies the loss.
+        # With "deterministic" the engine sums the gradients. Neither this engine nor pipelines multiply the loss.
         by_engine = config.m6.training.deterministic is not None
         self._averaged_over = 1 if by_engine or config.pipeline is not None else config.data_size(world_size)
         self._same_experts = expert_group("expert_data_parallel", self._ep_size) or replicas
@@ -132,12 +132,12 @@ class OffloadedExperts:
     # A step
 
     def measuring(self, resident_tensors: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[Any]:
-        """A context around a step that measures non-model memory on the simulated device, in the first steps only.
+        """A context around a step. It measures non-model memory on the simulated device, only in the first steps.
 
         Non-model memory is everything outside of the offload runtime: other weights, gradients and activations.
 
         Args:
-            resident_tensors: returns all tensors of the engine that exist before the step.
+            resident_tensors: returns all tensors of the engine before the step.
         """
         device = self.runtime.device
         if not isinstance(device, SimulatedDevice) or self._num_steps >= _MEASURED_STEPS:
@@ -179,7 +179,7 @@ class OffloadedExperts:
                     '"update": "next_forward"'
                 )
         elif math.isfinite(norm):
-            # The same factor as DeepSpeed's for the other parameters.
+            # The same clipping factor as DeepSpeed's for the other parameters.
             clip = max(1.0, (norm + 1e-6) / self._max_norm) if self._max_norm > 0 else 1.0
             factor = 1.0 / (clip * loss_scale * self._averaged_over)
             self.runtime.step(learning_rate * self._setup.learning_rate_scale, factor)
@@ -187,29 +187,29 @@ class OffloadedExperts:
             self.runtime.skip()
 
     def late_update(self) -> dict[str, float]:
-        """What a checkpoint's state has to say of an update that waits for the next step; empty if there is none."""
+        """Returns the delayed update's entries for a checkpoint's state; empty if there is no delayed update."""
         waiting = self.runtime.late_update
         if waiting is None:
             return {}
         return {"experts_learning_rate": waiting.learning_rate, "experts_coefficient": waiting.coefficient}
 
     def expect(self, waiting: dict[str, float]) -> None:
-        """Makes room for gradients that waited in a checkpoint with this ``late_update``; the fragments then have them.
+        """Allocates fragments for the delayed gradients of a checkpoint with this ``late_update``.
 
-        Gradients are raw: sums over ranks with the loss scale, of which the coefficient is the inverse.
+        The gradients are raw: sums over ranks, with the loss scale. The coefficient undoes these factors.
         """
         self.runtime.late_update = LateUpdate(waiting["experts_learning_rate"], waiting["experts_coefficient"])
 
     # Plans
 
     def memory_map(self) -> str:
-        """The places of the experts before the first step, planned by the dry trace, as text."""
+        """Returns the placement of the experts before the first step, planned from the dry trace, as text."""
         if self._setup.plan is None:
             return f"offloaded experts: no plan fits the dry trace ({self._setup.shortage}); the first step decides"
         return memory_map(self.runtime, self._setup.plan, "a dry trace", self._setup.traffic)
 
     def replan(self, root: Path, step: int) -> str | None:
-        """Call it after each step. It plans the next steps after the first one, and records memory after the second.
+        """Makes a new plan after the first step, and records memory after the second step. Call it after each step.
 
         Args:
             root: the run's folder.
@@ -252,7 +252,7 @@ class OffloadedExperts:
             write_memory_record(root, dist.get_rank() if dist.is_initialized() else 0, runtime, runtime.plan, step)
             if isinstance(runtime.device, SimulatedDevice):
                 # The measurements end here. From now on the simulated device assumes the measured non-model memory,
-                # and raises an error beyond the budget.
+                # and raises an error if the budget is exceeded.
                 trace = runtime.plan.trace
                 runtime.device.meter, self._meter = None, None
                 runtime.device.nonmodel_trace = [
@@ -278,9 +278,9 @@ class OffloadedExperts:
         """Yields copies of the experts' weights and moments in fp32, one layer at a time.
 
         Args:
-            to_fill: when the caller asks for the next layer, values that it wrote into the copies go to the runtime.
+            to_fill: write the copies back to the runtime, when the caller asks for the next layer.
         """
-        # Ranks with the same experts hold the same values: each saves an equal share.
+        # Ranks with the same experts hold the same values, so each rank saves an equal share.
         replica = (dist.get_rank(self._same_experts), dist.get_world_size(self._same_experts))
         for stack, (first_expert, num_experts) in self._stacks.items():
             for kind in self.runtime.kinds:
@@ -299,7 +299,10 @@ class OffloadedExperts:
                     yield Replicated(f"{stack}.{name}", value, self._same_experts)
 
     def _of_all_replicas(self, trace: Trace) -> Trace:
-        """The trace with the most non-model bytes of all ranks with the same experts, which have to own the same."""
+        """Returns the trace with the largest non-model bytes of all ranks with the same experts.
+
+        The device of each of these ranks must own the same experts.
+        """
         if not dist.is_initialized():
             return trace
         device = self.runtime.device.torch_device

@@ -1,4 +1,4 @@
-"""Replaces the experts of a model by modules that read their weights from an offload runtime."""
+"""Replaces the experts of a model by modules with weights from an offload runtime."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from offload.runtime.experts import WeightProvider
 
 @dataclass
 class ExpertUse:
-    """The experts of one layer, or of several layers of a Pseudo model that share them.
+    """The experts of one layer, or shared experts of several layers of a Pseudo model.
 
     Attributes:
-        layers: the layers that use the experts.
+        layers: the layers with these experts.
         layer_indices: numbers of the blocks of these layers.
     """
 
@@ -35,7 +35,7 @@ class ExpertUse:
     layer_indices: list[int] = field(default_factory=list)
 
     def stack(self, name: str) -> Stack:
-        """The number and the shapes of the experts, as the package ``offload`` takes them."""
+        """Returns the number and the shapes of the experts, in the form of the package ``offload``."""
         shapes = {key: tuple(parameter.shape[1:]) for key, parameter in self.experts.named_parameters()}
         return Stack(name, len(self.experts.w_in), shapes)
 
@@ -44,8 +44,8 @@ def experts_of(model: nn.Module) -> dict[str, ExpertUse]:
     """Finds the experts of a model.
 
     Returns:
-        prefix of the names of the experts' parameters -> the experts. Shared experts have the names of the first layer
-        that uses them.
+        prefix of the names of the experts' parameters -> the experts. Experts shared by layers have the names of the
+        first such layer.
     """
     uses: dict[int, ExpertUse] = {}
     names: dict[int, str] = {}
@@ -66,22 +66,22 @@ def stream(use: ExpertUse, provider: WeightProvider, stack: str, divisor: int = 
 
     Args:
         stack: name of the experts in ``provider``.
-        divisor: divides the gradients of each use; the number of uses gives their mean instead of their sum.
+        divisor: divides the gradient of each use. The number of uses as divisor gives the mean gradient, not the sum.
     """
     streamed = _Streamed(use.experts, provider, stack, divisor)
     for layer in use.layers:
         layer.experts = streamed  # type: ignore[assignment]
-        # With expert parallelism the layer has a subclass in which DeepSpeed looks for the experts' parameters.
+        # With expert parallelism the layer is of a subclass. DeepSpeed would look for the experts' parameters in it.
         layer.__class__ = MoELayer
 
 
 def offload_activations(
     model: M6ForConditionalGeneration, activations: ActivationOffload, parts: Collection[LayerModule]
 ) -> None:
-    """Offloads the tensors that autograd saves in these parts to the host; call it after ``stream``.
+    """Offloads autograd's saved tensors of these parts to the host. Call it after ``stream``.
 
-    If all kinds of a layer are listed, the whole block is one unit. Its residual sums, which belong to no kind, are
-    then offloaded too, and with activation checkpointing the block's input. A module that several layers share is
+    If all kinds of a layer are listed, the whole block is one unit. The block's residual sums belong to no kind; they
+    are then offloaded too, and with activation checkpointing the block's input. A module shared by several layers is
     offloaded in all of them.
     """
     if ("embedding", None) in parts and not isinstance(model.model.embeddings, nn.Identity):
@@ -99,7 +99,6 @@ def offload_activations(
 
 
 def _modules(block: M6Block) -> dict[ModuleKind, list[nn.Module]]:
-    """The modules of a block, by kind."""
     modules: dict[ModuleKind, list[nn.Module]] = {
         "attention": [block.attention],
         "norm": [block.attention_norm, block.ffn_norm],
@@ -111,9 +110,9 @@ def _modules(block: M6Block) -> dict[ModuleKind, list[nn.Module]]:
 
 
 def _offload_saved_tensors(module: nn.Module, activations: ActivationOffload) -> None:
-    """Gives the module a subclass whose ``__call__`` runs inside of ``activations.unit``.
+    """Gives the module a subclass with a ``__call__`` inside ``activations.unit``.
 
-    Forward hooks would not do: they cannot hold a context open, and activation checkpointing starts in ``__call__``.
+    Forward hooks cannot do this: they cannot hold a context open, and activation checkpointing starts in ``__call__``.
     """
     base: Any = type(module)
 
@@ -127,7 +126,7 @@ def _offload_saved_tensors(module: nn.Module, activations: ActivationOffload) ->
 class _Streamed(nn.Module):
     """Offloaded experts with the interface of ``moe.experts.Experts``: sorted rows, or tokens and pairs.
 
-    Dropout is drawn for all rows at once, as in ``Experts``, so that it does not depend on the size of chunks.
+    Dropout is drawn for all rows at once, as in ``Experts``. It therefore does not depend on the size of chunks.
     """
 
     def __init__(self, experts: Experts, provider: WeightProvider, stack: str, divisor: int) -> None:

@@ -1,4 +1,4 @@
-"""What a rank holds of a model, and its passes in a step on fake tensors, in the order of the engine."""
+"""A rank's part of a model, and its passes in a step on fake tensors, in the order of the engine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from m6.training.meta_model import build_meta_model
 
 
 def model_of_rank(config: RunConfig, sharing: Sharing | None) -> M6ForConditionalGeneration:
-    """What this rank holds of the model, on the meta device.
+    """Builds this rank's part of the model on the meta device.
 
     Args:
-        sharing: what the layers share in the Pseudo stage; None: nothing.
+        sharing: the shared layers of the Pseudo phase; None: no layers are shared.
     """
     model = build_meta_model(config, sharing)
     if config.m6.training.activation_checkpointing:
@@ -31,13 +31,13 @@ def model_of_rank(config: RunConfig, sharing: Sharing | None) -> M6ForConditiona
 
 
 def own_dims(config: RunConfig) -> ParallelDims:
-    """The coordinates of this process; it is the only one where there are no others."""
+    """Returns the coordinates of this process; without torch.distributed it is the only rank."""
     own = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return ParallelDims.of(config, *own)
 
 
 def run_in_turns(model: M6ForConditionalGeneration, at_once: int, batch: MicroBatch) -> None:
-    """Runs the forward and the backward pass of micro-batches that take turns.
+    """Runs the forward and the backward pass of interleaved micro-batches.
 
     Args:
         batch: stands for every micro-batch.
@@ -52,7 +52,7 @@ def run_pipeline(model: M6ForConditionalGeneration, config: RunConfig, dims: Par
     """Runs the forward and backward passes of a step of a pipeline.
 
     Args:
-        model: has the layers of this rank alone.
+        model: with only the layers of this rank.
         batch: stands for every micro-batch.
     """
     settings = config.pipeline
@@ -81,7 +81,7 @@ def _stage(
 
 
 def _forward(stage: ModelStage, config: RunConfig, batch: MicroBatch) -> list[Tensor]:
-    """What the backward pass begins with: hidden states and the loss of the routers, or the whole loss."""
+    """Returns the roots of the backward pass: hidden states and the loss of the routers, or the whole loss."""
     hidden_states = None
     if not stage.is_first:
         shape = (*batch.input_ids.shape, config.model.hidden_size)

@@ -1,4 +1,4 @@
-"""Reports on offloaded experts: the memory map as text, and the record that ``m6 plot --memory`` draws."""
+"""Reports on offloaded experts: the memory map as text, and the record for ``m6 plot --memory``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MEMORY_RECORD = Path(OFFLOAD) / "memory_rank_00000.json"
 
 
 def memory_map(runtime: OffloadRuntime, plan: PlacementPlan, source: str, traffic: ActivationTraffic) -> str:
-    """Describes the places of the experts under ``plan`` and the bytes that a step moves, as text.
+    """Describes the placement of the experts under ``plan`` and the bytes moved in a step, as text.
 
     Args:
-        source: name of the trace from which the plan was made.
+        source: name of the trace of the plan.
         traffic: of offloaded activations.
     """
     sizes, device = runtime.sizes, runtime.device
@@ -57,7 +57,7 @@ def memory_map(runtime: OffloadRuntime, plan: PlacementPlan, source: str, traffi
             f"in {up / device.rates.upload:.3f} and {down / device.rates.download:.3f} s"
         )
     if device.pageable_bytes:
-        # An estimate: pageable chunks are taken to move as often as pinned ones.
+        # An estimate: it assumes equally frequent moves of pageable and pinned chunks.
         slow = device.pageable_bytes / (device.pageable_bytes + device.pinned_bytes) * plan.moved_bytes
         more = slow * (1 / device.rates.pageable - 1 / device.rates.upload)
         lines.append(f"  what could not be pinned costs about {more:.3f} s more per step")

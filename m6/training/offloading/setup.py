@@ -41,7 +41,7 @@ from offload import (
 MIB = 2**20
 _Number = TypeVar("_Number", int, float)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Share of a GPU's budget for a plan by the dry trace, which does not see workspaces and the allocator's rounding.
+# Share of a GPU's budget for a plan from the dry trace: the trace sees neither workspaces nor the allocator's rounding.
 _DRY_SHARE = 0.9
 
 
@@ -50,15 +50,15 @@ class OffloadSetup:
     """The arguments of an ``OffloadRuntime``.
 
     Attributes:
-        gradient_dtype: type in which gradients are stored; None: they are not stored.
-        next_weights: where updates that are one step late put new weights; None: they are not late.
-        learning_rate_scale: the experts' learning rate divided by that of the other parameters.
+        gradient_dtype: type of stored gradients; None: gradients are not stored.
+        next_weights: destination of new weights in delayed updates; None: updates are not delayed.
+        learning_rate_scale: the experts' learning rate divided by the learning rate of the other parameters.
         host_budget_bytes: host memory for experts; None: unknown.
-        activations: parts of the model whose activations are offloaded.
+        activations: parts of the model with offloaded activations.
         traffic: memory and copies of these activations.
         trace: the dry trace of a step.
         plan: made from the dry trace; None if no plan fits the budget.
-        shortage: why no plan fits; empty if one does.
+        shortage: the reason if no plan fits; otherwise empty.
     """
 
     device: Device
@@ -89,7 +89,7 @@ def prepare(
     assert settings is not None
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     device = _device(settings, torch_device, world_size)
-    # Only a GPU has memory that the dry trace does not see.
+    # Only on a GPU is there memory outside of the dry trace.
     dry_budget = int((_DRY_SHARE if torch_device.type == "cuda" else 1.0) * device.budget_bytes)
     return plan_offload(uses, config, device, dry_budget, _host_budget(settings, world_size), sharing)
 
@@ -105,7 +105,7 @@ def plan_offload(
     """Traces a step, and plans it under the given budgets.
 
     Args:
-        dry_budget: what the plan may take of the device's budget, in bytes.
+        dry_budget: the plan's part of the device's budget, in bytes.
         host_budget_bytes: host memory of this rank; None: unknown.
 
     Raises:
@@ -116,7 +116,7 @@ def plan_offload(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     stacks = [use.stack(name) for name, use in uses.items()]
     dtype = _DTYPES[config.deepspeed.precision]
-    # Of the layers that share experts, and of the parts of a layer's tokens, each gives a gradient.
+    # Each layer with shared experts, and each part of a layer's tokens, gives a separate gradient of the same experts.
     parts = config.model.moe_config().exchange_parts(config.m6.training.ep_size)
     several = parts > 1 or any(len(use.layers) > 1 for use in uses.values())
     passes = config.backward_passes(world_size)
@@ -140,21 +140,21 @@ def plan_offload(
                 prefetch_depth=settings.prefetch_depth,
                 rates=device.rates,
             )
-            # The ranks of a pipeline have other layers, but must reduce gradients in the same chunks.
+            # The ranks of a pipeline have different layers, but must reduce gradients in the same chunks.
             chunk_bytes = _minimum_over_ranks(best_bytes, world_size)
         laid_out = lay_out(stacks, chunk_bytes, dtype, gradient_dtype, optimizer, next_weights)
         constraints = _constraints(config, uses, [chunk.stack.name for chunk, _ in laid_out])
         sizes = sizes_of(laid_out)
         trace, traffic = dry_trace(config, sharing, dtype, chunk_bytes, activations)
         for_experts = None if host_budget_bytes is None else host_budget_bytes - traffic.host_bytes
-        # The ranks of a pipeline have other activations. All of them end, not one alone while others wait for it.
+        # The ranks of a pipeline have different activations. If one rank fails, all must: the others would wait for it.
         most = -_minimum_over_ranks(-traffic.host_bytes, world_size)
         if host_budget_bytes is not None and host_budget_bytes < most:
             raise UserError(
                 f"m6.offload: the host's budget of {in_mib(host_budget_bytes)} is too small: "
                 f"activations alone need {in_mib(most)}"
             )
-        # Without a plan the run still starts: the first step measures what the dry trace can only estimate.
+        # Without a plan the run still starts: the dry trace is only an estimate, and the first step measures.
         plan, shortage = None, ""
         try:
             plan = solve(
@@ -185,9 +185,9 @@ def plan_offload(
             shortage,
         )
 
-    # Activations marked "auto" are offloaded only if no plan fits without that.
+    # Activations marked "auto" are offloaded only if no plan fits otherwise.
     setup = plan_with(places.host)
-    # The ranks of a pipeline have other layers, but the same layers on all of them are offloaded.
+    # The ranks of a pipeline have different layers, but must make the same choice.
     all_fit = _minimum_over_ranks(int(setup.plan is not None), world_size) == 1
     return plan_with(places.host | places.auto) if not all_fit and places.auto else setup
 
@@ -205,8 +205,8 @@ def _device(settings: OffloadSettings, torch_device: torch.device, world_size: i
             "needs a number"
         )
     device.budget_bytes = _minimum_over_ranks(device.budget_bytes, world_size)
-    # Each rank measures other rates. Those with the same experts must make the same plan: where a chunk is owned its
-    # update sums in another order, and in 16 bits the last bit decides how a weight is rounded from then on.
+    # Each rank measures slightly different rates, but ranks with the same experts must make the same plan. The update
+    # of an owned chunk sums in another order, and with 16-bit weights a difference in the last bit would persist.
     rates = (device.rates.upload, device.rates.download, device.rates.pageable)
     device.rates = Rates(*(_minimum_over_ranks(rate, world_size) for rate in rates))
     return device
@@ -231,8 +231,8 @@ def _host_budget(settings: OffloadSettings, world_size: int) -> int | None:
                 f"each of its {ranks} ranks: {share / MIB:,.0f} MiB"
             )
         share = stated
-    # With the same budget all ranks follow the same plan. The collective also makes every rank read the available
-    # memory before any rank allocates.
+    # With the same budget all ranks follow the same plan. The collective is also a barrier: every rank reads the
+    # available memory before any rank allocates.
     return None if share is None else _minimum_over_ranks(share, world_size)
 
 
@@ -245,7 +245,7 @@ def _minimum_over_ranks(value: _Number, world_size: int) -> _Number:
 
 
 def _constraints(config: RunConfig, uses: Mapping[str, ExpertUse], chunk_stacks: list[str]) -> PlacementConstraints:
-    """The numbers of the chunks that rules place; a rule for one of several layers with shared experts is for all."""
+    """Returns the numbers of the chunks placed by rules. A rule for one layer holds for all layers with its experts."""
     assert config.expert_store is not None
     places = resolve_rules(config.expert_store.rules, config.model, offloads_states(config.deepspeed))
 

@@ -1,4 +1,4 @@
-"""Tensors that are exchanged together."""
+"""Buckets: groups of tensors for one collective."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from m6.planning.cost.gradient_bytes import BUCKET_ELEMENTS
 
 
 def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Neighbours of at most ``BUCKET_ELEMENTS`` together; a larger tensor is a bucket of its own."""
+    """Groups consecutive tensors up to ``BUCKET_ELEMENTS`` in total. A larger tensor gets its own bucket."""
     found: list[list[Tensor]] = []
     filled = BUCKET_ELEMENTS
     for tensor in tensors:

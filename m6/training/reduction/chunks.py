@@ -1,11 +1,11 @@
 """Leaves out the chunks of gradients with the smallest norms (after DLCP, arXiv 2008.08445).
 
-DLCP lets switches drop packets of small gradients, up to a bound of loss, and divides a sum by the packets that
-arrived. Networks of training clusters lose nothing, so here the ranks agree on what to leave out. A sum thus has the
-terms of all ranks or of none, and is divided by their number as always. At most one minus the density of the chunks is
-left out of a step. It is kept for the next one, which in DLCP is lost: measured in
-scripts/experiments/gradient_bytes/README.md, the losses of both are equal within the spread of seeds, and to lose what
-all ranks leave out alike is worse at densities of 30 and 50 %.
+In DLCP, switches drop packets of small gradients up to a bound, and a sum is divided by the number of packets received.
+Networks of training clusters lose no packets, so here the ranks agree on the chunks to leave out. A sum then has the
+terms of all ranks or of none, and is divided by the number of ranks. A step leaves out at most the share 1 - density of
+the chunks. The rest is kept for the next step; in DLCP it is lost. In the experiments of
+scripts/experiments/gradient_bytes/README.md the losses of both variants are equal within the spread of seeds. To drop
+the commonly chosen rest instead of keeping it is worse at densities of 30 and 50 %.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from m6.training.reduction.collectives import CountedCollectives
 
 
 class Chunks:
-    """All ranks send the same chunks, so that they are all-reduced without indices.
+    """All ranks send the same chunks, so an all-reduce without indices is enough.
 
-    A chunk's rank in the order is the sum of its squared norms over the ranks, which takes one number for each chunk.
+    Chunks are ordered by the sum of their squared norms over the ranks. This takes an all-reduce of one number for each
+    chunk.
 
     Args:
-        size: elements of a chunk; the last one of a tensor is filled up with zeros.
+        size: elements of a chunk. The last chunk of a tensor is padded with zeros.
     """
 
     def __init__(self, collectives: CountedCollectives, size: int) -> None:
@@ -44,11 +45,11 @@ class Chunks:
         return self._joined(sums, waiting)
 
     def _cut(self, tensor: Tensor) -> Tensor:
-        """[C, size]"""
+        """Cuts a tensor into chunks [C, size], padded with zeros."""
         flat = tensor.view(-1)
         return nn.functional.pad(flat, (0, -len(flat) % self._size)).view(-1, self._size)
 
     def _joined(self, chunks: Tensor, like: list[Tensor]) -> list[Tensor]:
-        """Tensors of the shapes of ``like`` from the chunks of all of them."""
+        """Returns tensors with the shapes of ``like`` from the chunks of all of them."""
         parts = chunks.split([-(-tensor.numel() // self._size) for tensor in like])
         return [part.view(-1)[: each.numel()].view_as(each) for part, each in zip(parts, like, strict=True)]

@@ -1,4 +1,4 @@
-"""Collectives that count the bytes that this rank sends."""
+"""Collectives with a count of the bytes sent by this rank."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class CountedCollectives:
         group: None: all ranks.
 
     Attributes:
-        group, ranks: see above; the number of its ranks.
-        sent_bytes: bytes that this rank has sent, if an all-reduce is a ring, and an all-gather sends each rank's part
-            to each other rank.
+        group, ranks: the argument, and the number of its ranks.
+        sent_bytes: bytes sent by this rank, if an all-reduce is a ring and in an all-gather each rank sends its part to
+            every other rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -36,18 +36,18 @@ class CountedCollectives:
             self.count_all_reduce(tensor)
 
     def count_all_reduce(self, tensor: Tensor) -> None:
-        """Counts an all-reduce of this tensor that was made elsewhere."""
+        """Counts an all-reduce of this tensor outside of this object."""
         self.sent_bytes += ring_bytes(tensor.nbytes, self.ranks)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, in their order; all have one shape."""
+        """Gathers the tensors of all ranks, in the order of ranks. All have the same shape."""
         found = [torch.empty_like(tensor) for _ in range(self.ranks)]
         dist.all_gather(found, tensor, group=self.group)
         self.sent_bytes += gathered_bytes(tensor.nbytes, self.ranks)
         return found
 
     def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The sums over ranks of tensors of one type; the tensors stay as they are."""
+        """Returns the sums over ranks of tensors of one type. The tensors are not changed."""
         found: list[Tensor] = []
         for bucket in buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])

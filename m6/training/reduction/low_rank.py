@@ -1,4 +1,4 @@
-"""Sends matrices of low rank instead of gradients: PyTorch's PowerSGD (arXiv 1905.13727)."""
+"""Low-rank gradient compression: PyTorch's PowerSGD (arXiv 1905.13727)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from m6.planning.cost.gradient_bytes import GradientTensor
 from m6.training.reduction.collectives import CountedCollectives
 
 _SEED = 0
-# Added to the norm of a column of P, which is 0 where a gradient is.
+# Added to the norm of a column of P: the norm is 0 if the gradient is 0.
 _EPSILON = 1e-20
 
 
 class LowRank:
-    """Calls the hook that PyTorch 2.13 has for ``DistributedDataParallel``, with what it reads of a bucket.
+    """Calls PyTorch 2.13's hook for ``DistributedDataParallel`` with a minimal bucket.
 
     The hook approximates the mean of the matrices M over ranks by P Q^T: P is the orthogonal basis of the sum of M Q, Q
-    the mean of M^T P. Each step begins with the Q of the one before. The error feedback of the hook stays off, because
-    ``Reducer`` keeps the residual of every compressor: M - P Q^T.
+    the mean of M^T P. Each step begins with the Q of the previous step. The error feedback of the hook stays off,
+    because ``Reducer`` keeps the residual of every compressor: M - P Q^T.
 
     Args:
-        tensors: of the gradients, in the order of ``waiting``.
+        tensors: descriptions of the gradients, in the order of ``waiting``.
         rank: columns of P and Q.
     """
 
@@ -35,7 +35,7 @@ class LowRank:
         # The hook takes matrices of equal shapes one after another; its factors then lie in the order of this list.
         self._order = sorted(range(len(tensors)), key=lambda index: self._matrices[index][1:])
         self._ranks = [min(rank, rows, columns) for _, rows, columns in self._matrices]
-        # It demands two plain steps, in which DistributedDataParallel makes its buckets; here there are none.
+        # PyTorch demands two plain steps, for the buckets of DistributedDataParallel. Here they are skipped.
         self._state = PowerSGDState(
             collectives.group,
             rank,
@@ -56,7 +56,7 @@ class LowRank:
         self._state.q_memory_dict[0] = self._first.clone()
 
     def factors(self) -> list[Tensor]:
-        """Q of each tensor, [matrices, columns, rank]: what the next step begins with, the same on all ranks."""
+        """Returns the Q of each tensor for the next step, [matrices, columns, rank]. It is equal on all ranks."""
         return self._divided(self._state.q_memory_dict[0])
 
     def _divided(self, q: Tensor) -> list[Tensor]:
@@ -80,7 +80,7 @@ class LowRank:
             for index, part in zip(self._order, parts, strict=True)
             for matrix in part.view(self._matrices[index])
         ]
-        # A gradient of 0 leaves columns of 0, through which nothing would ever be sent again.
+        # A gradient of 0 leaves columns of 0 in Q. They would stay 0 forever, so they start anew.
         for factors, first in zip(self.factors(), self._divided(self._first), strict=True):
             factors.copy_(torch.where(factors.any(dim=1, keepdim=True), factors, first))
         powerSGD_hook(self._state, _Bucket(flat, matrices)).wait()  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ class LowRank:
 
 
 class _Bucket:
-    """What the hook reads of a ``GradBucket``."""
+    """The hook's part of the interface of ``GradBucket``."""
 
     def __init__(self, flat: Tensor, matrices: list[Tensor]) -> None:
         self._flat, self._matrices = flat, matrices

@@ -1,4 +1,4 @@
-"""Sums gradients over ranks; what a rank does not send now, it sends later."""
+"""Sums compressed gradients over ranks, with error feedback: a rank sends the unsent rest in later steps."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class Compressor(Protocol):
     """Sends a part of gradients."""
 
     def __call__(self, waiting: list[Tensor], density: float) -> list[Tensor]:
-        """Returns the sums over ranks of what they sent; it leaves in ``waiting`` what this rank did not send."""
+        """Returns the sums over ranks of the sent parts. ``waiting`` keeps this rank's unsent rest."""
         ...
 
 
 class Reducer:
-    """Sums the gradients that all ranks have (error feedback: Seide et al. 2014; Karimireddy et al., 1901.09847).
+    """Sums dense gradients over ranks with error feedback (Seide et al. 2014; Karimireddy et al., 1901.09847).
 
-    A rank adds its gradient to its residual, sends a part, and keeps the rest as the residual. Hence, over any number
-    of steps, what was sent and the residuals of all ranks together are the sum of all gradients.
+    A rank adds its gradient to its residual, sends a part, and keeps the rest as the residual. Over any number of
+    steps, all sent parts and the residuals of all ranks therefore add up to the sum of all gradients.
 
     Args:
-        tensors: the gradients by name, in their order.
+        tensors: descriptions of the gradients by name, in order.
         like: a tensor of the type and device of the gradients.
 
     Attributes:
-        residuals: what this rank has not sent yet, for each gradient that is compressed.
-        has_residuals: whether any rank may have a residual that is not 0; equal on all ranks.
+        residuals: this rank's unsent rest of each compressed gradient.
+        has_residuals: whether any rank may have a non-zero residual; equal on all ranks.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Reducer:
             self._compress = self._low_rank = LowRank(collectives, shapes, settings.rank or 1, like)
 
     def __call__(self, gradients: dict[str, Tensor], step: int) -> dict[str, Tensor]:
-        """Returns the sums over ranks of gradients and residuals, or of what was sent of them.
+        """Returns the sums over ranks of gradients and residuals, or of the sent parts of them.
 
         Args:
             gradients: of this rank, by name.
@@ -86,7 +86,7 @@ class Reducer:
         return found | dict(zip(self.residuals, sums, strict=True))
 
     def leaves_nothing_out(self, step: int) -> bool:
-        """Whether the sums of the step after ``step`` steps are those of all gradients and of nothing else."""
+        """Whether the step after ``step`` steps sums exactly the gradients, without compression and residuals."""
         return self._sends_whole(step) and not self.has_residuals
 
     def _sends_whole(self, step: int) -> bool:
@@ -97,13 +97,13 @@ class Reducer:
         return dict(zip(tensors, self._collectives.sums(list(tensors.values())), strict=True))
 
     def factors(self) -> dict[str, Tensor]:
-        """State that is the same on all ranks: see ``LowRank.factors``."""
+        """Returns state common to all ranks, see ``LowRank.factors``."""
         if self._low_rank is None:
             return {}
         return dict(zip(self.residuals, self._low_rank.factors(), strict=True))
 
     def bytes_due(self, step: int) -> tuple[float, float]:
-        """Bytes that a rank sends in a step by the closed form, and those of an all-reduce."""
+        """Returns the bytes sent by a rank in a step by the closed form, and the bytes of a plain all-reduce."""
         ranks, tensors = self._collectives.ranks, list(self._tensors.values())
         due = sent_bytes(tensors, self._settings, self._settings.density_of(step), ranks)
         return due, sent_bytes(tensors, self._settings, 1.0, ranks)

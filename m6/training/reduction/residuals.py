@@ -1,4 +1,4 @@
-"""Residuals in checkpoints: gradients that a rank has not sent yet, each rank's under a kind of its own."""
+"""Residuals (unsent gradients) in checkpoints. Each rank has its own kind of fragment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KIND = "residual_"
 
 
 def residual_fragments(residuals: Mapping[str, Tensor], rank: int) -> Iterator[Fragment]:
-    """Yields what this rank has not sent yet."""
+    """Yields this rank's residuals as fragments."""
     for name, residual in residuals.items():
         yield Fragment(name, f"{_KIND}{rank:05d}", 0, residual.view(-1), tuple(residual.shape))
 
@@ -27,17 +27,17 @@ def load_residuals(
     world_size: int,
     kept: Collection[str] = (),
 ) -> None:
-    """Fills the residuals of this rank, so that all ranks together have what all ranks had that wrote the checkpoint.
+    """Fills the residuals of this rank from a checkpoint. Their sum over all ranks is the same as in the checkpoint.
 
-    With fewer ranks a rank gets the sum of several residuals; with more, some ranks begin with none. Without residuals
-    in the checkpoint all are 0.
+    With fewer ranks, a rank gets the sum of several residuals. With more ranks, some residuals begin at 0. Without
+    residuals in the checkpoint all are 0.
 
     Args:
-        rank, world_size: among the ranks that hold the same part of the model.
-        kept: names of the residuals that other ranks fill, too: those of other stages of a pipeline.
+        rank, world_size: among the ranks with the same part of the model.
+        kept: names of the residuals of all ranks, including other pipeline stages.
 
     Raises:
-        UserError: the checkpoint has a residual that is not 0 and that this run does not keep.
+        UserError: the checkpoint has a non-zero residual, and this run has no residual of this name.
     """
     kinds: dict[str, list[str]] = {}
     for name, kind in reader.shapes:

@@ -12,7 +12,7 @@ _MAX_ELEMENTS = 2**31 - 1  # indices are sent as int32
 
 
 class TopK:
-    """Each rank chooses for itself, so that messages are gathered and added up on every rank, in the order of ranks."""
+    """Each rank chooses its own elements. An all-gather collects the messages; every rank adds them in rank order."""
 
     def __init__(self, collectives: CountedCollectives) -> None:
         self._collectives = collectives
@@ -33,7 +33,7 @@ class TopK:
         all_values = [each.split(counts) for each in self._collectives.all_gather(torch.cat(values))]
         sums = [torch.zeros_like(tensor) for tensor in waiting]
         for number, total in enumerate(sums):
-            # One rank after the other: an index stands at most once in a rank's message, so that no order is left open.
+            # One rank after the other, for a fixed order of additions: a rank's message has each index at most once.
             for index, value in zip(all_indices, all_values, strict=True):
                 total.view(-1).index_add_(0, index[number], value[number])
         return sums

@@ -1,1 +1,1 @@
-"""The reports of a run: losses, speed, expert loads, sample pictures, non-finite steps."""
+"""The reports of a run: losses, speed, expert loads, sample images, non-finite steps."""

@@ -1,4 +1,4 @@
-"""What a run says before its first step: the memory and the time that are predicted for it."""
+"""The messages of a run before its first step: predicted memory and time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def announcements(
     memory_map: str | None,
     profile: Profile,
 ) -> Iterator[str]:
-    """Yields the predicted memory and time of a run, or what LoRA trains.
+    """Yields the predicted memory and time of a run; for LoRA the numbers of trained and frozen parameters.
 
     Args:
         root: the run's folder.
-        shape: of a few of its micro-batches.
-        stages: what is ahead, each with a prefix for its line, and what its layers share.
-        memory_map: the places of offloaded experts; None if the run does not offload.
+        shape: the shape of a few of its micro-batches.
+        stages: the phases ahead, each with a prefix for its line and its shared layers.
+        memory_map: the placement of offloaded experts; None if the run does not offload.
     """
     if config.m6.lora is not None:
         trained, total = count_trained(config)

@@ -1,4 +1,4 @@
-"""What a person sees of a run: lines in a log, or a bar with the same facts in a terminal."""
+"""The progress display of a run: lines in a log, or a progress bar in a terminal."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from m6.formatting import log_line
 class Console:
     """Shows the progress of a run on stderr. Use it as a context manager.
 
-    Without a terminal, each line of metrics gives a line: step, loss with that of each objective, tokens per second and
-    the time that is left, with several ranks the slowest of them; then the validation losses, of objectives and of
-    their sources. If a capacity drops choices, the line also says how many experts compute a token. With a terminal, a
-    bar shows the same facts.
+    Without a terminal, each entry of metrics is a line. A line of training has the step, the loss and the losses of
+    objectives, tokens per second and the remaining time; with several ranks also the slowest rank; and if a capacity
+    drops choices, also the mean number of experts for a token. A line of validation has the losses of objectives and of
+    their sources. With a terminal, a progress bar shows the same facts.
 
     Args:
         name: name of the run.
         total_steps: steps of the whole run.
-        first_step: steps that earlier attempts finished.
+        first_step: steps finished by earlier attempts.
         enabled: whether this process shows anything.
     """
 
@@ -65,11 +65,11 @@ class Console:
         self._bar.set_postfix_str("; ".join(filter(None, (self._facts, self._validation))), refresh=False)
 
     def draws(self, step: int) -> None:
-        """Shows that samples are being drawn, which can take minutes."""
+        """Shows the start of drawing samples, because this can take minutes."""
         self._print(f"step {step:,}: draws samples")
 
     def saved(self, step: int, stall_s: float) -> None:
-        """Shows that a checkpoint was taken."""
+        """Shows a finished save of a checkpoint and its stall."""
         self._print(f"step {step:,}: saves a checkpoint; training waited for {stall_s:.1f} s")
 
     def _print(self, line: str) -> None:
@@ -82,7 +82,7 @@ def _losses(losses: Mapping[str, Any], by_source: Mapping[str, Mapping[str, floa
     parts = []
     for name, value in losses.items():
         of_sources = (by_source or {}).get(name)
-        # Of one source it is the loss of the objective again.
+        # With one source, its loss equals the loss of the objective.
         parts.append(
             f"{name} {_number(value)}" + (f" ({_losses(of_sources)})" if of_sources and len(of_sources) > 1 else "")
         )

@@ -41,7 +41,7 @@ class ExpertHealth:
 
     def add(self, stats: tuple[RoutingStats, ...]) -> None:
         """Adds the statistics of a micro-batch; ``stats`` has one entry per sparse layer."""
-        # The entropy is a mean over tokens: the sum over micro-batches needs it times their tokens.
+        # The entropy is a mean over tokens. Multiplied by the number of tokens it can be summed over micro-batches.
         stats = tuple(layer._replace(router_entropy=layer.router_entropy * layer.num_tokens) for layer in stats)
         if not self._layers:
             self._layers = [RoutingStats(*map(torch.zeros_like, layer)) for layer in stats]
@@ -56,17 +56,17 @@ class ExpertHealth:
             with_loads: also report each prototype and the load of each expert.
 
         Returns:
-            Means over the sparse layers of the run, padding not counted:
-            experts_per_token: (token, expert) pairs that were computed, over the tokens;
+            Means over the sparse layers of the run, without padding:
+            experts_per_token: computed (token, expert) pairs divided by tokens;
             dropped_fraction: share of routed choices beyond the capacity;
-            tokens_without_expert: share of the tokens of a layer whose choices were all dropped;
+            tokens_without_expert: share of the tokens of a layer without a computed pair;
             gate_sum: sum of the gates of a token's computed pairs, mean over the tokens.
             {"experts": ...}: the same as lists of one entry per sparse layer, and
             load_cv: standard deviation over mean of the experts' loads (M6-T, arXiv 2105.15082, section 3);
             unused_experts: number of experts without a token;
             router_entropy: in nats.
             If exchanges moved data: sent_bytes within and between nodes since the last report, including validation.
-            With loads: prototypes, the statistics of the loads by prototype; loads, which ``decode_loads`` reads, one
+            With loads: prototypes, the statistics of the loads by prototype; loads, encoded for ``decode_loads``, one
             prototype after the other.
             A dense model gives {}.
         """
@@ -85,7 +85,7 @@ class ExpertHealth:
         fields = len(RoutingStats._fields)
         layers = [RoutingStats(*columns[i : i + fields]) for i in range(0, len(columns), fields)]
         self._layers, self._sent_before = [], sent
-        # Experts are numbered group by group: here those of a prototype stand together.
+        # Experts are numbered group by group. Here they are sorted by prototype.
         moe = self._config.moe_config()
         layers = [layer._replace(expert_counts=by_prototype(layer.expert_counts, moe).flatten()) for layer in layers]
 
@@ -108,7 +108,7 @@ class ExpertHealth:
 
 
 class UnroutedTokens:
-    """Warns of a run whose capacity leaves many tokens without an expert, at most once in 1,000 steps."""
+    """Warns if a capacity leaves many tokens without an expert, at most once in 1,000 steps."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -118,15 +118,15 @@ class UnroutedTokens:
         """Returns a line for the log, or None if there is nothing to say.
 
         Args:
-            step: the last one of the interval.
-            health: of the interval, from ``ExpertHealth.reduce``.
+            step: the last step of the interval.
+            health: the result of ``ExpertHealth.reduce`` for the interval.
         """
         expected = self._config.expected_routing
         share = health.get("tokens_without_expert", 0.0)
         if expected is None or not share > _MANY_WITHOUT_EXPERT:
             return None
         moe = self._config.model.moe_config()
-        if moe.num_shared_experts:  # they compute every token
+        if moe.num_shared_experts:  # shared experts compute every token
             return None
         if self._warned_at is not None and step < self._warned_at + _STEPS_BETWEEN_WARNINGS:
             return None
@@ -134,7 +134,7 @@ class UnroutedTokens:
         keys = ["capacity_factor"]
         keys += ["capacity_rule"] * (moe.capacity_rule == "1" and moe.experts_per_token > 1)
         keys += ["min_capacity"] * (moe.min_capacity < 1) + ["drop_order"] * (moe.drop_order == "position")
-        # A balanced router would keep most of what this one loses.
+        # A balanced router would leave less than half as many tokens without an expert.
         is_unbalanced = expected.tokens_without_expert < share / 2
         keys += ["aux_loss_weight", "balance_bias_rate"] * is_unbalanced
         values = ", ".join(f"m6.moe.{key} {json.dumps(getattr(moe, key))}" for key in keys)
@@ -147,7 +147,7 @@ class UnroutedTokens:
 
 
 def reports_loads(step: int, total_steps: int, interval_steps: int) -> bool:
-    """Whether the metrics of ``step`` include loads: at most 100 evenly spaced lines of a run do, and the last one."""
+    """Whether the metrics of ``step`` include loads: in at most 100 evenly spaced lines of a run, and in the last."""
     lines = math.ceil(total_steps / interval_steps)
     stride = math.ceil(lines / _MAX_LINES_WITH_LOADS) * interval_steps
     return step % stride == 0 or step == total_steps
@@ -169,7 +169,7 @@ def decode_loads(text: str) -> NDArray[np.float32]:
 
 
 def _statistics(layer: RoutingStats, prototypes: int) -> dict[str, list[float]]:
-    """Statistics of each prototype of a layer; ``prototypes=1`` gives those of the whole layer."""
+    """Returns the statistics of each prototype of a layer; ``prototypes=1`` treats the layer as one prototype."""
     counts, dropped = layer.expert_counts.view(prototypes, -1), layer.dropped.view(prototypes, -1).sum(1)
     computed = counts.sum(1)
     entropy = layer.router_entropy.view(prototypes, -1).mean(1) / layer.num_tokens.clamp_min(1)
@@ -182,7 +182,7 @@ def _statistics(layer: RoutingStats, prototypes: int) -> dict[str, list[float]]:
 
 
 def _of_tokens(layer: RoutingStats) -> dict[str, float]:
-    """Statistics of the tokens of a layer, which have their experts in all prototypes together."""
+    """Returns the statistics of the tokens of a layer, over all prototypes together."""
     tokens = layer.num_tokens.clamp_min(1).item()
     return {
         "experts_per_token": layer.expert_counts.sum().item() / tokens,

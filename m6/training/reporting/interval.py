@@ -14,8 +14,8 @@ from m6.training.reporting.throughput import memory_bytes, peak_flops, training_
 class IntervalReport:
     """Collects the outcomes of steps; ``finish`` returns their means and starts the next interval.
 
-    The time of an interval excludes validation and sample pictures (``exclude``). It includes waits for data and for
-    checkpoints, which are also reported separately.
+    The time of an interval excludes validation and sample images (``exclude``). It includes waits for data and for
+    checkpoints. These are also reported separately.
     """
 
     def __init__(self, config: RunConfig, runtime: Runtime) -> None:
@@ -34,7 +34,7 @@ class IntervalReport:
         self._outcomes.append(outcome)
 
     def add_data_wait(self, seconds: float) -> None:
-        """Adds the seconds for which a step waited for data."""
+        """Adds a step's wait for data, in seconds."""
         self._data_wait_s += seconds
 
     def exclude(self, seconds: float) -> None:
@@ -42,7 +42,7 @@ class IntervalReport:
         self._excluded_s += seconds
 
     def add_checkpoint_stall(self, seconds: float) -> None:
-        """Adds the seconds for which a checkpoint stopped the training."""
+        """Adds the stall of the training by a checkpoint, in seconds."""
         self._checkpoint_stall_s += seconds
 
     def finish(
@@ -51,7 +51,7 @@ class IntervalReport:
         """Returns the entry for RUN/metrics.jsonl: losses in nats per target, times in seconds, memory in bytes.
 
         Args:
-            experts_per_token: as ``ExpertHealth`` measured it in the interval; None: a dense model.
+            experts_per_token: measured by ``ExpertHealth`` in the interval; None: a dense model.
         """
         outcomes = self._outcomes
         elapsed = time.perf_counter() - self._begin - self._excluded_s
@@ -64,7 +64,7 @@ class IntervalReport:
                 targets[name] = targets.get(name, 0.0) + count
         pictures = sum(outcome.pictures for outcome in outcomes)
         pairs = sum(outcome.token_pairs for outcome in outcomes)
-        # Padding, recomputation and choices that a capacity dropped are no useful work.
+        # Model FLOPs leave out padding, recomputation and dropped choices.
         amounts = (tokens, sum(targets.values()), pictures, pairs, experts_per_token)
         speed = training_flops(self._config.model, *amounts) / elapsed
         entry = {

@@ -1,4 +1,4 @@
-"""The gradient noise scale: how many samples a batch needs before its gradient is more signal than noise."""
+"""The gradient noise scale: the number of samples in a batch with equal signal and noise in its gradient."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from m6.training.engine.tensor_norms import norms_of
 
 
 class GradientNoise:
-    """Compares the gradients of micro-batches with that of their batch, in one step of each log interval.
+    """Compares the gradients of micro-batches and of their batch, in one step of each log interval.
 
     The gradient of n samples has the expected squared norm |G|^2 + tr(S) / n, with the true gradient G and the
     covariance S of a sample's gradient. Two sizes n give both (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1).
-    Their ratio B = tr(S) / |G|^2 is the noise scale in samples: batches far below it waste no samples, those far above
-    it hardly save steps. Single estimates scatter, and can even be negative: average each of the two before dividing.
+    Their ratio B = tr(S) / |G|^2 is the noise scale in samples. Batches far below it waste no samples; batches far
+    above it hardly save steps. Single estimates scatter, and can even be negative: average |G|^2 and tr(S) before
+    dividing.
 
-    It needs several micro-batches in a step. Experts that are split over ranks or offloaded get gradients of other
-    ranks' samples, and ranks of a pipeline or of a tensor group have no gradients of the whole model, so there is no
-    estimate for such runs; nor where ``m6.communication`` leaves out parts of the batch's gradient.
+    It needs several micro-batches in a step. Some runs have no estimate: with expert parallelism or offloaded experts,
+    because the experts' gradients contain samples of other ranks; with a pipeline or tensor groups, because no rank has
+    the gradients of the whole model; and with compression by ``m6.communication``.
     """
 
     def __init__(self, config: RunConfig, engine: Engine) -> None:
@@ -39,7 +40,7 @@ class GradientNoise:
         self._entry: dict[str, Any] = {}
 
     def watch(self, step: int) -> AbstractContextManager[Any]:
-        """A context around the step after ``step`` steps; in the last one of a log interval it measures gradients."""
+        """A context around the step after ``step`` steps. In the last step of a log interval it measures gradients."""
         self._squares = None
         if not self._possible or (step + 1) % self._interval:
             return contextlib.nullcontext()
@@ -51,22 +52,22 @@ class GradientNoise:
         return hooks
 
     def _add(self, gradient: Tensor) -> None:
-        # A hook of a parameter is called once in each backward pass, before gradients are added up or reduced.
+        # A hook of a parameter is called once in each backward pass, before gradients are accumulated or reduced.
         assert self._squares is not None
         self._squares += norms_of([gradient])[0].square()
 
     def measure(self, update: Update, micro_batches: int) -> None:
-        """Computes the estimates if the step was watched; every rank calls it.
+        """Computes the estimates if the step was watched. Every rank calls it.
 
         Args:
-            micro_batches: of the step, on all ranks.
+            micro_batches: the number of micro-batches of the step on all ranks.
         """
         squares, self._squares = self._squares, None
         if squares is None or update.skipped or micro_batches == 1:
             return
         dist.all_reduce(squares)
-        # The engine gets gradients times these factors, as parts of the batch's gradient: a micro-batch's own is as
-        # many times larger as there are micro-batches.
+        # The measured gradients contain these factors. They are also normalised by the whole batch: the mean gradient
+        # of a micro-batch is larger by the number of micro-batches.
         factor = self._engine.averaged_over * update.loss_scale
         small = micro_batches * float(squares) / factor**2
         large, b, n = update.grad_norm**2, self._small, self._small * micro_batches
@@ -76,6 +77,6 @@ class GradientNoise:
         }
 
     def finish(self) -> dict[str, Any]:
-        """The entry of a log interval: ``gradient_noise`` with |G|^2 and tr(S), or nothing."""
+        """Returns the entry of a log interval: ``gradient_noise`` with |G|^2 and tr(S), or nothing."""
         entry, self._entry = self._entry, {}
         return {"gradient_noise": entry} if entry else {}

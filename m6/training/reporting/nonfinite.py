@@ -1,7 +1,7 @@
 """The policy for non-finite losses and gradients: a few skipped steps, then the end with the batches on disk.
 
-What is not finite is attributed to a rank and a tensor: weights and losses of a rank, and its gradients before they are
-added up over ranks.
+Messages name the rank and the tensor of non-finite values: weights and losses of a rank, and its gradients before their
+sum over ranks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _NAMED = 4  # ranks of a message
 
 
 class GradientWatch:
-    """Finds the parameters whose gradients on this rank are not finite, before they are added up over ranks.
+    """Finds the parameters with non-finite gradients on this rank, before the sum over ranks.
 
-    It reads every gradient once more, so that it is switched on only after a step that was not finite. Gradients come
-    in the order of the backward pass: the first one is nearest to the cause.
+    It reads every gradient once more, so it is on only after a non-finite step. Gradients come in the order of the
+    backward pass: the first non-finite gradient is nearest to the cause.
     """
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class GradientWatch:
         for name, parameter in () if module is None else module.named_parameters():
             if not parameter.requires_grad:
                 continue
-            if is_partitioned(parameter):  # its node has to be made while the parameter is gathered
+            if is_partitioned(parameter):  # its node could be made only while the parameter is gathered
                 self._hooks.callback(parameter.register_hook(partial(self._look, name)).remove)
                 continue
-            # Before this node adds the gradient up, and after all hooks of the tensor, which may change it.
+            # The hook runs before this node accumulates the gradient, and after the tensor's hooks: they may change it.
             with torch.enable_grad():
                 node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
             assert node is not None
-            self._nodes.append(node)  # nothing else keeps it
+            self._nodes.append(node)  # no other object keeps the node alive
             self._hooks.callback(node.register_prehook(partial(self._look_at_first, name)).remove)
 
     def _look_at_first(self, name: str, gradients: tuple[Tensor | None, ...]) -> None:
@@ -65,23 +65,23 @@ class GradientWatch:
             self._look(name, gradients[0])
 
     def _look(self, name: str, gradient: Tensor) -> None:
-        # On the device: a hook that waited for it would slow down the backward pass.
+        # The flag stays on the device: a wait in each hook would slow down the backward pass.
         bad = gradient.detach().isfinite().all().logical_not()
         self._found[name] = bad | self._found.pop(name) if name in self._found else bad
 
     def found(self) -> list[str]:
-        """The names of the parameters, that of the first gradient first."""
+        """Returns the names of the parameters, in the order of the backward pass."""
         return [name for name, bad in self._found.items() if bad.item()]
 
 
 class NonfinitePolicy:
     """Counts consecutive skipped steps.
 
-    Steps with a finite loss do not count while the loss scale of fp16 can still fall: they are skipped to find it.
+    Skipped steps with a finite loss do not count while the loss scale of fp16 can still fall: they adapt the scale.
 
     Args:
         max_skipped_steps: largest number of consecutive skipped steps.
-        smallest_loss_scale: below which the loss scale does not fall; 1 except in fp16.
+        smallest_loss_scale: the lower bound of the loss scale; 1 except in fp16.
     """
 
     def __init__(self, run: RunDirectory, max_skipped_steps: int, smallest_loss_scale: float) -> None:
@@ -90,21 +90,21 @@ class NonfinitePolicy:
         self._watch = GradientWatch()
 
     def prepare(self, module: nn.Module) -> None:
-        """Watches the gradients of the next step, if the one before was not finite or none may be skipped."""
+        """Watches the gradients of the next step, if the previous step was not finite or no step may be skipped."""
         self._watch.set(module if self.consecutive or not self._limit else None)
 
     def check(
         self, outcome: StepOutcome, micro_batches: list[MicroBatch], runtime: Runtime, module: nn.Module
     ) -> Fault | None:
-        """Checks a finished step; every rank calls this method.
+        """Checks a finished step. Every rank calls this method.
 
         Args:
             micro_batches: this rank's micro-batches of the step, saved to RUN/nonfinite if the run ends.
 
         Returns:
-            too many consecutive steps were skipped: the fault.
+            the fault if too many consecutive steps were skipped, else None.
         """
-        # A finite loss with non-finite fp16 gradients means that the loss scale is too large.
+        # With a finite loss and non-finite fp16 gradients the loss scale is too large.
         expected = outcome.loss_scale > self._smallest_scale and math.isfinite(outcome.loss)
         self.consecutive = self.consecutive + 1 if outcome.skipped and not expected else 0
         if not self.consecutive:
@@ -136,7 +136,7 @@ class NonfinitePolicy:
         return Fault(outcome.step - self.consecutive + 1, outcome.step, reason)
 
     def _places(self, outcome: StepOutcome, runtime: Runtime, module: nn.Module) -> str:
-        """The ranks on which something is not finite, and what; empty if nothing could be attributed."""
+        """Returns the ranks with non-finite values and the names of these values; empty if none was found."""
         losses = ", ".join(outcome.own_nonfinite_losses)
         return _of_all_ranks(
             _words("weights", _nonfinite_weights(module))
@@ -147,7 +147,7 @@ class NonfinitePolicy:
 
 
 def find_nonfinite_weights(module: nn.Module, runtime: Runtime) -> str:
-    """Says which weights of which rank are not finite; empty if all are. Every rank calls this function."""
+    """Returns a message with the ranks and names of non-finite weights; empty if all are finite. All ranks call it."""
     names = _nonfinite_weights(module)
     found = torch.tensor(float(bool(names)), device=runtime.device)
     dist.all_reduce(found)

@@ -9,7 +9,7 @@ from m6.training.reporting.sums import StepResult
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The result of one step; equal on all ranks, but for ``own_nonfinite_losses``.
+    """The result of one step; equal on all ranks, except ``own_nonfinite_losses``.
 
     Attributes:
         step: number of finished steps, this one included.
@@ -17,14 +17,14 @@ class StepOutcome:
         loss: mean cross entropy over the targets of the global batch, in nats.
         aux_loss: mean over tokens of the routers' weighted auxiliary losses.
         grad_norm: norm of all gradients before clipping.
-        skipped: whether a gradient was not finite, so that no weight changed.
+        skipped: whether a gradient was not finite. Then no weight changed.
         loss_scale: of the gradients; 1 except in fp16.
-        nonfinite_routers: names of the layers whose router logits were not finite; empty if the step was not skipped.
+        nonfinite_routers: names of the layers with non-finite router logits; empty if the step was not skipped.
         nonfinite_stages: see ``Update``.
         tokens, samples, pictures: of the global batch, without padding.
-        bad_rows: rows of the data that could not be used.
+        bad_rows: number of unusable rows of the data.
         token_pairs: sum of the squared lengths of the samples.
-        own_nonfinite_losses: what this rank's losses that are not finite are of; empty if the step was not skipped.
+        own_nonfinite_losses: see ``StepSums.nonfinite``, of this rank; empty if the step was not skipped.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Finds the slowest rank: a step takes equally long on all, since the others wait for it."""
+"""Finds the slowest rank. The other ranks wait for it, so the time of a step alone does not show it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from m6.runs.processes import Runtime
 
 
 class RankTimes:
-    """Measures the time of a step that is this rank's own: all of it but the waits for collectives and messages.
+    """Measures this rank's own time in a step: the step without waits for collectives and messages.
 
-    Inside of this context every wait for work of torch.distributed is timed: by the host's clock, or on a GPU, where
-    the host does not wait, by events around it in the stream that computes. What ranks exchange under a backward pass,
-    in another stream, does not count as waiting. Nothing is synchronised; only ``slowest`` calls a collective.
+    This context times every wait for work of torch.distributed: on a CPU with the host's clock. On a GPU the host does
+    not wait, so events in the compute stream time the wait. Collectives in another stream, overlapped with the backward
+    pass, do not count as waits. The measurement does not synchronise the device; only ``slowest`` calls a collective.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -48,11 +48,11 @@ class RankTimes:
         dist.Work.wait = self._wait  # type: ignore[method-assign]
 
     def begin_step(self) -> None:
-        """Begins a step, which first waits for its data."""
+        """Begins a step, before its wait for data."""
         self._begin, self._inside = time.perf_counter(), True
 
     def has_data(self) -> None:
-        """The step has its data."""
+        """Ends the step's wait for data."""
         self._data_s += time.perf_counter() - self._begin
 
     def end_step(self) -> None:
@@ -62,12 +62,11 @@ class RankTimes:
         self._steps += 1
 
     def slowest(self) -> dict[str, Any]:
-        """Entries of metrics.jsonl since the last call, which every rank makes once in a log interval.
+        """Returns entries of metrics.jsonl since the last call. Every rank calls it once in a log interval.
 
         Returns:
-            ``slowest_rank``: the rank whose own time is the longest, and its node; the means over the steps of its own
-            time and of its wait for data, and the mean of the own times of all ranks, in seconds. Of a single rank
-            nothing.
+            ``slowest_rank``: the rank with the longest own time, and its node; in seconds, as means over the steps, its
+            own time, its wait for data, and the mean own time of all ranks. Nothing for a single rank.
         """
         steps, runtime = max(1, self._steps), self._runtime
         waited_s = sum(begin.elapsed_time(end) for begin, end in self._events) / 1000  # the step has synchronised

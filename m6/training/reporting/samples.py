@@ -1,4 +1,4 @@
-"""Generates pictures of fixed captions during the training, which show its progress."""
+"""Generates images of fixed captions during the training, to show its progress."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from m6.training.engine.engine import Engine
 
 
 class SampleGrids:
-    """Draws grids of pictures with one row per caption, always from the same random numbers.
+    """Draws grids of images with one row per caption, always from the same random numbers.
 
-    All ranks draw the same pictures, since layers may communicate. The main rank writes them.
+    All ranks draw the same images, because layers may communicate. The main rank writes them.
 
     Args:
         decoding: how codes are drawn.
@@ -45,7 +45,7 @@ class SampleGrids:
         self.sampling = Sampling(
             settings.guidance_scale, settings.temperature, settings.top_k, settings.top_p, decoding, passes
         )
-        # The same drafts each time: pictures of two steps differ only by the training.
+        # The same drafts each time: images of two steps differ only by the training.
         self.drafts = [
             Draft(caption, 0, index) for caption in settings.captions for index in range(settings.num_images)
         ]
@@ -60,7 +60,7 @@ class SampleGrids:
                 grid=self.image_tokenizer,
                 sampling=self.sampling,
             )
-        if not self.runtime.is_main:  # it has only helped the layers that communicate
+        if not self.runtime.is_main:  # other ranks only take part in the collectives of the layers
             return None
         rows = in_rows(paint(self.image_tokenizer, codes), self.settings.num_images)
         grid = picture_grid(rows, self.settings.captions)
@@ -71,7 +71,7 @@ class SampleGrids:
 
 
 def open_sample_grids(config: RunConfig, tokenizer: M6Tokenizer, folder: Path, runtime: Runtime) -> SampleGrids | None:
-    """The grids that a run asks for, in ``folder``; None if it asks for none."""
+    """Opens the sample grids of a run in ``folder``; None if the run has none."""
     settings, image_tokenizer = config.m6.samples, config.m6.data.image_tokenizer
     if settings is None or image_tokenizer is None:
         return None

@@ -1,4 +1,4 @@
-"""The sums of a training step: added up on the device, and reduced over the ranks in one collective."""
+"""The sums of a training step: accumulated on the device, and reduced over the ranks in one collective."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ class StepResult:
 
 
 def sum_of_all(values: Tensor, exact: bool, group: dist.ProcessGroup | None = None) -> list[float]:
-    """Adds up the rows of all ranks in one collective; this call synchronises the device.
+    """Sums the rows of all ranks in one collective. This call synchronises the device.
 
     Args:
         values: [micro-batches, C] fp64, of equal shape on all ranks.
-        exact: round only the sum, so that it does not depend on the number of ranks; every rank gets all rows.
+        exact: round only the final sum, so that it does not depend on the number of ranks. An all-gather then gives
+            every rank all rows.
         group: the ranks; None: all of the run.
     """
     return sum_of_all_later(values, exact, group)()
@@ -61,26 +62,26 @@ def sum_of_all_later(values: Tensor, exact: bool, group: dist.ProcessGroup | Non
         if not exact:
             total: list[float] = rows.tolist()
             return total
-        # fsum raises an error if infinities of both signs meet; the plain sum is then NaN, as it should be.
+        # fsum raises an error for infinities of both signs. The plain sum correctly gives NaN.
         return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in rows.T.tolist()]
 
     return wait
 
 
 def padded(values: Tensor) -> Tensor:
-    """The rows of this rank, and zeros below them: as many rows as the rank of the run with most of them has."""
+    """Pads the rows of this rank with zeros to the largest number of rows of any rank."""
     most = torch.tensor(len(values), device=values.device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return torch.nn.functional.pad(values, (0, 0, 0, int(most) - len(values)))
 
 
 class StepSums:
-    """Sums of one optimizer step over its micro-batches; ``reduce`` adds the ranks in one collective.
+    """Sums of one optimizer step over its micro-batches. ``reduce`` sums over ranks in one collective.
 
     Args:
         exact: see ``sum_of_all``.
         is_uneven: whether ranks have unequal numbers of parts of micro-batches.
-        counts: whether this rank's losses count; False where another rank computes the same ones.
+        counts: whether this rank's losses count; False if another rank computes the same losses.
     """
 
     def __init__(self, device: torch.device, exact: bool = False, counts: bool = True, is_uneven: bool = False) -> None:
@@ -96,7 +97,7 @@ class StepSums:
             losses: [N], cross entropy of each target, in nats.
             loss: scalar, the sum of ``losses``.
             objective_ids: [N], the objective of each target.
-            aux_loss: scalar, the routers' weighted auxiliary losses, added up over the tokens.
+            aux_loss: scalar, the routers' weighted auxiliary losses, summed over the tokens.
         """
         # index_add_ needs no count of the targets on the host, so the device is not synchronised.
         losses = losses.detach().double()
@@ -108,14 +109,14 @@ class StepSums:
         self._rows.append(row)
 
     def nonfinite(self) -> tuple[str, ...]:
-        """The objectives whose losses on this rank are not finite; "the routers" for their auxiliary loss."""
+        """Returns the objectives with non-finite losses on this rank; "the routers" stands for the auxiliary loss."""
         names = [*OBJECTIVES, "the routers"]
         columns = [*range(len(OBJECTIVES)), _COLUMNS]
         finite = torch.stack(self._rows).isfinite().all(0).tolist()
         return tuple(name for name, column in zip(names, columns, strict=True) if not finite[column])
 
     def reduce(self, requests: Requests) -> StepResult:
-        """Sums over all ranks in one collective; this call synchronises the device."""
+        """Sums over all ranks in one collective. This call synchronises the device."""
         return self.reduce_later(requests)()
 
     def reduce_later(self, requests: Requests) -> Callable[[], StepResult]:
@@ -125,7 +126,7 @@ class StepSums:
         return lambda: _result(wait())
 
     def _with(self, requests: Requests) -> Tensor:
-        """All rows, with the requests of this rank in the last one."""
+        """Returns all rows, with the requests of this rank in the last row."""
         self._rows[-1][_COLUMNS + 2] = float(requests.stop)
         self._rows[-1][_COLUMNS + 3] = float(requests.save)
         rows = torch.stack(self._rows)

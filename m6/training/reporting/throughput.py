@@ -10,7 +10,7 @@ from m6.model.counting import num_parameters
 from offload import CudaDevice
 
 # Peak FLOP/s of dense 16-bit matrix products by the vendors' data sheets; the key is a part of the device's name.
-# A longer name comes before one that it contains: cards of PCI Express reach less than modules of the same model.
+# The first match counts, so "H100 PCIe" comes before "H100": PCI Express cards reach less than modules.
 _PEAK_FLOPS = {
     "V100-PCIE": 112e12,
     "V100": 125e12,
@@ -35,20 +35,19 @@ def training_flops(
     token_pairs: float,
     experts_per_token: float | None = None,
 ) -> float:
-    """FLOPs of the forward and backward pass: 6 per token and parameter (Kaplan et al. 2020, arXiv 2001.08361, 2.1).
+    """Returns the FLOPs of forward and backward passes: 6 per token and parameter (Kaplan et al., 2001.08361, 2.1).
 
     The output matrix counts only at targets and the patch encoder only at patches. Attention counts half of the pairs
-    of tokens of a sample, as for causal attention. Embeddings and recomputation do not count. A convolutional patch
-    encoder needs more FLOPs than this function returns. Choices that a capacity drops are not computed.
+    of tokens of a sample, as for causal attention. Embeddings, recomputation and dropped choices do not count. A
+    convolutional patch encoder needs more FLOPs than this function returns.
 
     Args:
         config: of the model.
         tokens: number of tokens without padding.
         targets: number of tokens with a loss.
-        pictures: number of pictures that the model reads.
+        pictures: number of input images.
         token_pairs: sum of the squared lengths of the samples.
-        experts_per_token: routed experts that compute a token of a sparse layer, in the mean; None: all that it
-            chooses.
+        experts_per_token: mean number of routed experts for a token in a sparse layer; None: all chosen experts.
     """
     counts = num_parameters(config, experts_per_token=experts_per_token)
     per_token = 6.0 * (counts["active_per_token"] - counts["embeddings"] - counts["patch_encoder"])
@@ -58,9 +57,9 @@ def training_flops(
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The peak FLOP/s of a GPU for products in ``fp16`` or ``bf16`` by its data sheet; None if it is not known.
+    """Returns the peak FLOP/s of a GPU for products in ``fp16`` or ``bf16`` by its data sheet; None if unknown.
 
-    A CPU has no such figure: what its libraries reach depends on their kernels and on the load.
+    A CPU has no such figure: its speed depends on the kernels of its libraries and on the load.
     """
     if device.type != "cuda" or precision == "fp32":
         return None
@@ -71,7 +70,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Peak bytes allocated on the GPU since the start, or the resident memory of the process on a CPU."""
+    """Returns the peak bytes allocated on the GPU since the start, or the resident memory of the process on a CPU."""
     if device.type == "cuda":
         return CudaDevice.largest_peak(device)
     return int(psutil.Process().memory_info().rss)

@@ -1,1 +1,1 @@
-"""Pseudo-to-Real: the two stages of a run and their metrics."""
+"""Pseudo-to-Real: the two phases of a run and their metrics."""

@@ -20,14 +20,14 @@ _INDEX_ARGUMENT = 3  # of M6Block.forward
 
 
 class LayerGradients(contextlib.ExitStack):
-    """A context that collects the gradient of each layer's use of its weights, also if layers share them.
+    """A context for the gradients of each layer's use of its weights, also if layers share weights.
 
     Each use gets a view of the weight, and a hook on the view receives the gradient of this use. Autograd adds the
-    gradients up as it would without views, so the training step does not change.
+    gradients as without views, so the training step does not change.
 
-    Of a tensor with more than ``sample_size`` elements, only that many elements at fixed random indices are kept, and
-    the correlation is an estimate. The samples are fp32, and their memory does not grow with the model's width. It
-    works with every ZeRO stage and with activation checkpointing.
+    For a tensor with more than ``sample_size`` elements, only ``sample_size`` elements at fixed random indices are
+    kept, and the correlation is an estimate. The samples are fp32, and their memory does not grow with the model's
+    width. The context works with every ZeRO stage and with activation checkpointing.
     """
 
     def __init__(self, model: M6ForConditionalGeneration, sample_size: int = SAMPLE_SIZE) -> None:
@@ -64,8 +64,8 @@ class LayerGradients(contextlib.ExitStack):
     def correlations(self) -> list[float]:
         """Returns the cosine of the gradients of layers 0 and 1, 1 and 2, ...; equal on all ranks.
 
-        The gradients are those of the global batch. Only weights that both layers have are compared. The cosine is NaN
-        if a gradient is zero or not finite.
+        The gradients are summed over the global batch. Only weights of both layers are compared. The cosine is NaN if a
+        gradient is zero or not finite.
         """
         common = [set(a) & set(b) for a, b in zip(self._gradients, self._gradients[1:], strict=False)]
         self._reduce()
@@ -82,7 +82,7 @@ class LayerGradients(contextlib.ExitStack):
         return (product / (first * second).sqrt()).tolist()
 
     def _reduce(self) -> None:
-        """Sums the gradients over the ranks that hold the same weights."""
+        """Sums the gradients over the ranks with the same weights."""
         for experts in (False, True):
             tensors = [g for layer in self._gradients for p, g in layer.items() if (p in self._experts) == experts]
             if not tensors:
@@ -129,7 +129,7 @@ class LayerGradients(contextlib.ExitStack):
 
     def _keep(self, gradients: dict[str, Tensor], path: str, gradient: Tensor) -> None:
         flat, indices, sample = gradient.detach().reshape(-1), self._indices[path], gradients[path]
-        # Scaled so that the expected norm of the sample is the norm of the whole gradient.
+        # The factor makes the expected norm of the sample equal to the norm of the whole gradient.
         if indices is None:
             sample += flat
         else:
@@ -138,7 +138,7 @@ class LayerGradients(contextlib.ExitStack):
 
 @torch.no_grad()
 def layer_divergence(model: M6ForConditionalGeneration, sharing: Sharing) -> list[float]:
-    """The distance of each layer's weights from the mean of the layers that shared them in the Pseudo stage.
+    """Returns the distance of each layer's weights from the mean over the layers of its Pseudo-phase group.
 
     Returns:
         for each layer, the norm of the difference divided by the norm of the mean; equal on all ranks.

@@ -12,7 +12,7 @@ from m6.training.stages.stage import Stage
 
 
 class StageMetrics:
-    """Compares the layers in some of the steps; reports nothing for a run without a Pseudo stage."""
+    """Compares the layers in some of the steps; reports nothing for a run without a Pseudo phase."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -20,7 +20,7 @@ class StageMetrics:
         self._entry: dict[str, Any] = {}
 
     def watch(self, engine: Engine, step: int) -> AbstractContextManager[Any]:
-        """A context around the step after ``step`` steps; it collects the layers' gradients if a comparison is due."""
+        """A context around the step after ``step`` steps. It collects the layers' gradients if a comparison is due."""
         self._gradients = LayerGradients(engine.module) if self._stage.measures(step) else None
         return self._gradients or contextlib.nullcontext()
 
@@ -36,7 +36,7 @@ class StageMetrics:
         return correlations
 
     def record_delinking(self, seconds: float) -> None:
-        """Records the seconds for which the switch to the Real model stopped the training."""
+        """Records the pause of the training by the switch to the Real model, in seconds."""
         self._entry["delink_s"] = seconds
 
     def finish(self, engine: Engine) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The two stages of a Pseudo-to-Real run, and the rules that end the first one.
+"""The two phases of a Pseudo-to-Real run, and the rules for the end of the first phase.
 
-We do not know what M6-10T (arXiv 2110.03888) does at the switch, so the rule is a setting. The rule by gradient
-correlation is that of a concurrent paper (arXiv 2110.03848, section 2).
+The procedure of M6-10T (arXiv 2110.03888) at the switch is not known to us, so the rule is a setting. The rule by
+gradient correlation comes from a concurrent paper (arXiv 2110.03848, section 2).
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from m6.runs.processes import on_main_rank
 
 
 class Stage:
-    """The stage of a run; equal on all ranks. A run without ``m6.pseudo_to_real`` is always in the Real stage.
+    """The phase of a run; equal on all ranks. A run without ``m6.pseudo_to_real`` is always in the Real phase.
 
     Args:
         config: of the run.
-        state: state of the checkpoint from which the run resumes; None: the run starts.
+        state: the state of the checkpoint to resume from; None: the run starts.
 
     Attributes:
         settings: the section ``m6.pseudo_to_real``.
-        switch_step: number of steps of the Pseudo stage; None before the switch is decided.
+        switch_step: number of steps of the Pseudo phase; None before the switch is decided.
         is_pseudo: whether the engine holds the Pseudo model.
-        planned_sharing: what the layers share in the Pseudo stage; None if the run has no Pseudo stage.
+        planned_sharing: the shared layers of the Pseudo phase; None if the run has no Pseudo phase.
     """
 
     def __init__(self, config: RunConfig, state: dict[str, Any] | None) -> None:
         self.settings = config.m6.pseudo_to_real
         saved = (state or {}).get(STATE, {})
         self.switch_step: int | None = saved.get("switch_step")
-        # A checkpoint that was saved for the switch holds the Pseudo model and a switch_step: resuming delinks it.
+        # The checkpoint of the switch holds the Pseudo model and a switch_step: resuming delinks it.
         self.is_pseudo = self.settings is not None and self.switch_step is None
         self.planned_sharing = config.planned_sharing
-        # A rank of a pipeline or a tensor group has a part of them, and micro-batches in turn are in several at a time.
+        # Not possible if a rank has only a part of the layers. Interleaved micro-batches are in several layers at once.
         is_whole = config.pipeline is None and config.tensor is None
         self._compares_layers = is_whole and config.m6.training.micro_batches_at_once == 1
         self._rule = _make_rule(self.settings, saved.get("rule")) if self.settings is not None else None
 
     @property
     def sharing(self) -> Sharing | None:
-        """What the layers share now; None in the Real stage."""
+        """The layers shared now; None in the Real phase."""
         return self.planned_sharing if self.is_pseudo else None
 
     @property
@@ -58,7 +58,7 @@ class Stage:
         return "pseudo" if self.is_pseudo else "real"
 
     def stages_ahead(self) -> list[tuple[str, Sharing | None]]:
-        """This stage and the following ones: a prefix for messages, and what the layers share."""
+        """Returns this phase and the following phase, each with a prefix for messages and its shared layers."""
         if self.settings is None:
             return [("", None)]
         pseudo: list[tuple[str, Sharing | None]] = [("Pseudo stage, ", self.sharing)] if self.is_pseudo else []
@@ -71,11 +71,11 @@ class Stage:
 
     @property
     def ends_job(self) -> bool:
-        """Whether the job ends now, before the switch, because another JSON trains the Real stage."""
+        """Whether the job ends now, before the switch, because another JSON trains the Real phase."""
         return self.is_due and self.settings is not None and self.settings.stop_at_switch
 
     def reader(self, checkpoint: CheckpointReader) -> CheckpointReader:
-        """Returns the reader of a checkpoint for this stage: in the Real stage it delinks a Pseudo checkpoint."""
+        """Returns the reader of a checkpoint for this phase. In the Real phase it delinks a Pseudo checkpoint."""
         if self.settings is None or self.is_pseudo or not is_pseudo(checkpoint):
             return checkpoint
         return DelinkedReader(checkpoint.folder, self.settings.optimizer_state)
@@ -87,32 +87,32 @@ class Stage:
         return (step + 1) % self.settings.correlation_interval_steps == 0
 
     def observe(self, step: int, loss: float, correlations: list[float] | None) -> None:
-        """Decides after a step whether the Pseudo stage ends; every rank calls this method.
+        """Decides after a step whether the Pseudo phase ends. Every rank calls this method.
 
         Args:
             step: number of finished steps.
             loss: of the global batch.
-            correlations: see ``LayerGradients.correlations``; None if they were not measured.
+            correlations: see ``LayerGradients.correlations``; None: not measured.
         """
         if not self.is_pseudo or self.settings is None or self._rule is None:
             return
-        # The rule sees every step, since it counts them; switch_step ends the stage in any case.
+        # The rule must see every step, because it counts them. switch_step ends the phase in any case.
         decision = self._rule.observe(loss, self._within_groups(correlations))
         if _decision_of_main_rank(decision) or step >= self.settings.switch_step:
             self.switch_step = step
 
     def enter_real(self) -> None:
-        """Records that the engine holds the Real model from now on."""
+        """Records the switch: the engine holds the Real model from now on."""
         self.is_pseudo = False
 
     def learning_rate_factor(self, step: int) -> float:
-        """The factor on the schedule's learning rate of optimizer step ``step`` (the first is 0)."""
+        """Returns the factor on the schedule's learning rate of optimizer step ``step`` (the first is 0)."""
         if self.settings is None or self.is_pseudo or self.settings.rewarm_steps is None or self.switch_step is None:
             return 1.0
         return min(1.0, (step - self.switch_step + 1) / self.settings.rewarm_steps)
 
     def state(self) -> dict[str, Any]:
-        """The stage's part of a checkpoint's state; empty for a run without a Pseudo stage."""
+        """Returns the phase's part of a checkpoint's state; empty for a run without a Pseudo phase."""
         sharing = self.planned_sharing
         if sharing is None or self._rule is None:
             return {}
@@ -126,7 +126,7 @@ class Stage:
         }
 
     def _within_groups(self, correlations: list[float] | None) -> list[float] | None:
-        """The correlations of pairs of layers in one group: only these layers are delinked from each other."""
+        """Returns the correlations of adjacent layers with shared weights. Only these are delinked from each other."""
         sharing = self.planned_sharing
         if correlations is None or sharing is None:
             return None
@@ -138,7 +138,9 @@ class Stage:
 
 
 def finished_pseudo_stage(config: RunConfig, checkpoints: Path) -> int | None:
-    """The steps of the Pseudo stage, if it is over and the JSON trains no further; otherwise None. Reads one manifest.
+    """Returns the steps of a finished Pseudo phase, if the JSON trains only this phase; otherwise None.
+
+    It reads one manifest.
 
     Args:
         checkpoints: folder of the run's checkpoints.
@@ -149,15 +151,15 @@ def finished_pseudo_stage(config: RunConfig, checkpoints: Path) -> int | None:
     try:
         switch_step: int | None = CheckpointReader(folders[-1]).state[STATE]["switch_step"]
     except UserError:
-        return None  # damaged: the run goes on from the one before
+        return None  # damaged: the run continues from the previous checkpoint
     return switch_step
 
 
 class _Rule:
-    """A rule that ends the Pseudo stage. The base class, ``step``, never ends it before ``switch_step``."""
+    """A rule for the end of the Pseudo phase. The base class, ``step``, never ends it before ``switch_step``."""
 
     def observe(self, loss: float, correlations: list[float] | None) -> bool | None:
-        """Returns whether the stage ends; None if there was no new measurement, which all ranks know alike."""
+        """Returns whether the phase ends; None without a new measurement. None is returned on all ranks or on none."""
         return None
 
     def state(self) -> dict[str, Any]:
@@ -166,7 +168,7 @@ class _Rule:
 
 
 class _LossPlateau(_Rule):
-    """Ends the stage when the mean loss of a window of steps is hardly below that of the window before."""
+    """Ends the phase when the mean loss of a window of steps is hardly below the mean loss of the previous window."""
 
     def __init__(self, settings: PseudoToRealSettings, state: dict[str, Any]) -> None:
         self._settings = settings
@@ -186,7 +188,7 @@ class _LossPlateau(_Rule):
 
 
 class _GradientCorrelation(_Rule):
-    """Ends the stage when most adjacent layers have low correlations in consecutive measurements (arXiv 2110.03848)."""
+    """Ends the phase when most adjacent layers have low correlations in consecutive measurements (arXiv 2110.03848)."""
 
     def __init__(self, settings: PseudoToRealSettings, state: dict[str, Any]) -> None:
         self._settings = settings
@@ -195,7 +197,8 @@ class _GradientCorrelation(_Rule):
     def observe(self, loss: float, correlations: list[float] | None) -> bool | None:
         if not correlations:
             return None
-        if not all(map(math.isfinite, correlations)):  # of this rank's gradients: the other ranks may have others
+        # Not None: other ranks may have finite correlations, and all ranks must take part in the decision.
+        if not all(map(math.isfinite, correlations)):
             return False
         below = sum(value < self._settings.correlation_threshold for value in correlations)
         self._below = self._below + 1 if below > len(correlations) / 2 else 0
@@ -214,7 +217,7 @@ def _make_rule(settings: PseudoToRealSettings, state: dict[str, Any] | None) -> 
 
 
 def _decision_of_main_rank(decision: bool | None) -> bool:
-    """The main rank's decision: rounding errors must not make the ranks disagree.
+    """Returns the main rank's decision. Otherwise rounding errors could make the ranks disagree.
 
     Args:
         decision: None on all ranks or on none.

@@ -1,13 +1,13 @@
-"""``m6 train-image-tokenizer``: trains a VQ autoencoder on the pictures of a data folder.
+"""``m6 train-image-tokenizer``: trains a VQ autoencoder on the images of a data folder.
 
 OUT/config.json, model.safetensors   the tokenizer at the newest measurement; from_pretrained reads it
 OUT/training/settings.json           the run's JSON
-OUT/training/pictures.json           the checksums of the shards that it reads, by source
-OUT/training/state.safetensors       weights and optimizer state, from which the same command resumes
+OUT/training/pictures.json           the checksums of its shards, by source
+OUT/training/state.safetensors       weights and optimizer state; the same command resumes from them
 OUT/training/metrics.jsonl           one line per log interval
-OUT/training/report.json             measures on held-out pictures
+OUT/training/report.json             measures on held-out images
 OUT/training/DONE                    the training is finished
-OUT/training/reconstructions.png     held-out pictures, each above its reconstruction
+OUT/training/reconstructions.png     held-out images, each above its reconstruction
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ImageTokenizerTrainer:
         self.step = 0
 
     def train_step(self, pixels: Tensor) -> dict[str, float]:
-        """Makes one update on pictures ``[B, 3, H, H]`` in [0, 1].
+        """Makes one update on images ``[B, 3, H, H]`` in [0, 1].
 
         Returns:
             ``loss`` and its terms.
@@ -111,7 +111,7 @@ class ImageTokenizerTrainer:
         return {"loss": loss.item()} | {name: part.item() for name, part in parts.items()}
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Everything that a later process needs to continue bit-equally, by part."""
+        """Returns the complete state for a bit-identical continuation, by part."""
         parts = {"tokenizer": self.tokenizer.state_dict(), "optimizer": self.optimizer.state_dict()}
         if self.discriminator is not None and self.judge_optimizer is not None:
             parts["discriminator"] = self.discriminator.state_dict()
@@ -119,7 +119,7 @@ class ImageTokenizerTrainer:
         return parts
 
     def load_state(self, parts: dict[str, dict[str, Any]], step: int) -> None:
-        """Restores what ``state`` returned after ``step`` steps."""
+        """Restores the result of ``state`` after ``step`` steps."""
         self.tokenizer.load_state_dict(parts["tokenizer"])
         self.optimizer.load_state_dict(parts["optimizer"])
         if self.discriminator is not None and self.judge_optimizer is not None:
@@ -135,16 +135,16 @@ def train_image_tokenizer(
 
     Args:
         settings: the JSON of the training.
-        out: a new or empty folder, or that of an interrupted run with the same settings.
-        device: where the networks compute.
+        out: a new or empty folder, or the folder of an interrupted run with the same settings.
+        device: the device of the networks.
         stopped: returns whether to save and stop; it is called after each step.
 
     Returns:
-        the measures on held-out pictures; None if the training was stopped.
+        the measures on held-out images; None if the training was stopped.
 
     Raises:
-        UserError: ``out`` holds a run with other settings or pictures, or other files, another process trains there, a
-            package is missing, or the pictures cannot be used.
+        UserError: ``out`` holds a run with other settings or images, or other files; another process trains there; a
+            package is missing; or the images cannot be used.
     """
     _check_out(settings, out)
     check_number("data.num_workers", settings.data.num_workers, usable_cores())
@@ -205,7 +205,7 @@ def _train(
 
 
 def _report(trainer: ImageTokenizerTrainer, held_out: PictureSet, out: Path) -> Measures:
-    """Measures, draws and saves; the state is written last, so that a run that dies earlier repeats this report."""
+    """Measures, draws and saves. The state is written last: if the run dies earlier, it repeats this report."""
     trainer.tokenizer.eval()
     measures = measure(trainer.tokenizer, held_out, trainer.device)
     trainer.tokenizer.save_pretrained(out)
@@ -254,7 +254,7 @@ def build_optimizer(tokenizer: M6ImageTokenizer, in_bf16: bool) -> Muon:
     A kernel ``[C, C, k, k]`` is a matrix ``[C, C * k * k]``.
 
     Args:
-        in_bf16: whether the products that make matrices orthogonal are in bf16, not in fp32.
+        in_bf16: whether the products of the orthogonalization are in bf16, not in fp32.
     """
     blocks = [module for module in tokenizer.modules() if isinstance(module, ResBlock)]
     kernels = [part.weight for block in blocks for part in block.modules() if isinstance(part, nn.Conv2d)]
@@ -277,7 +277,7 @@ def _update(optimizer: torch.optim.AdamW, loss: Tensor, options: ImageTokenizerO
 
 
 def lr_factor(step: int, options: ImageTokenizerOptimizer) -> float:
-    """The learning rate of a step (the first is 0) divided by its peak."""
+    """Returns the learning rate of a step (the first is 0) divided by its peak."""
     warm = min(1.0, (step + 1) / max(1, options.warmup_steps))
     cosine = (1 + math.cos(math.pi * step / options.total_steps)) / 2
     return warm * (FINAL_LR_RATIO + (1 - FINAL_LR_RATIO) * cosine)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from m6.model.patch_encoders import check_patch_encoder
 
-_STAGES = (1, 3, 5, 11)  # blocks of EfficientNet-Lite0 after which the side is 1/2, 1/4, 1/8 and 1/16
+_STAGES = (1, 3, 5, 11)  # after these blocks of EfficientNet-Lite0 the side is 1/2, 1/4, 1/8 and 1/16
 
 
 class PerceptualLoss(nn.Module):
@@ -33,7 +33,7 @@ class PerceptualLoss(nn.Module):
         self.eval()
 
     def forward(self, pixels: Tensor, reference: Tensor) -> Tensor:
-        """Compares pictures ``[B, 3, H, H]`` in [0, 1] with reference pictures; returns a scalar."""
+        """Compares images ``[B, 3, H, H]`` in [0, 1] with reference images; returns a scalar."""
         distances = [
             (F.normalize(actual, dim=1) - F.normalize(expected, dim=1)).square().sum(1).mean()
             for actual, expected in zip(self._features(pixels), self._features(reference), strict=True)
@@ -41,7 +41,7 @@ class PerceptualLoss(nn.Module):
         return torch.stack(distances).sum()
 
     def train(self, mode: bool = True) -> PerceptualLoss:
-        """Stays in evaluation mode, so that the norms use the statistics of their training."""
+        """Stays in evaluation mode, so that batch normalization uses the statistics of its training."""
         return super().train(False)
 
     def _features(self, pixels: Tensor) -> list[Tensor]:
@@ -71,5 +71,5 @@ class PatchDiscriminator(nn.Sequential):
 
 
 def discriminator_loss(real: Tensor, reconstructed: Tensor) -> Tensor:
-    """The hinge loss of the discriminator; the arguments are its outputs for real and reconstructed pictures."""
+    """Returns the hinge loss of the discriminator from its outputs for real and for reconstructed images."""
     return (F.relu(1 - real).mean() + F.relu(1 + reconstructed).mean()) / 2

@@ -1,4 +1,4 @@
-"""Draws sheets of reconstructed pictures as PNG files."""
+"""Draws sheets of reconstructed images as PNG files."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from m6.tokenizers.image.base import ImageTokenizer
 
 
 def draw_sheet(tokenizer: ImageTokenizer, pictures: PictureSet, per_source: int, path: Path) -> None:
-    """Draws a row of pictures of each source above a row of their reconstructions.
+    """Draws a row of images of each source above a row of their reconstructions.
 
     Args:
-        per_source: pictures in a row.
+        per_source: number of images in a row.
         path: the PNG file.
     """
     rows: dict[str, np.ndarray] = {}
     first = 0
     for source, size in pictures.sizes.items():
-        # Evenly spaced over the source, whose rows may be sorted.
+        # Evenly spaced, because the rows of a source may be sorted.
         chosen = np.linspace(first, first + size - 1, min(per_source, size), dtype=int).tolist()
         first += size
         batch = pictures.read(chosen)

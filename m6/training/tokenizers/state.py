@@ -21,7 +21,7 @@ _OPTIMIZERS = ("optimizer", "judge_optimizer")
 
 
 def save_state(folder: Path, trainer: ImageTokenizerTrainer) -> None:
-    """Writes the trainer's state into ``folder``, atomically; a later process continues bit-equally."""
+    """Writes the trainer's state into ``folder``, atomically, for a bit-identical continuation."""
     tensors: dict[str, Tensor] = {}
     for part, values in trainer.state().items():
         if part in _OPTIMIZERS:
@@ -35,7 +35,11 @@ def save_state(folder: Path, trainer: ImageTokenizerTrainer) -> None:
 
 
 def load_state(folder: Path, trainer: ImageTokenizerTrainer) -> None:
-    """Restores the trainer's state if ``folder`` has one; UserError if it is damaged or of another run."""
+    """Restores the trainer's state if ``folder`` has one.
+
+    Raises:
+        UserError: the state is damaged or of another run.
+    """
     path = folder / STATE_FILE
     if not path.is_file():
         return

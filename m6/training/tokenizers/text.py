@@ -55,11 +55,11 @@ def train_text_tokenizer(
         out_dir: output folder of the tokenizer and of ``tokenizer_training.json``, the record of its training.
         vocab_size: number of text pieces, including 256 byte pieces.
         image_vocab_size: number of image codes; it only sets the size of the joint vocabulary.
-        character_coverage: share of the sample's characters that get their own pieces.
-        max_piece_length: characters of the longest piece. Captions in short pieces can be composed anew: a caption that
-            is one piece says nothing of its words.
+        character_coverage: share of the sample's characters with their own pieces.
+        max_piece_length: characters of the longest piece. Short pieces can form new captions: a whole caption as one
+            piece would carry no information about its words.
         sample_bytes: size of the sample in bytes of UTF-8.
-        overwrite: replace a tokenizer in ``out_dir``. Runs that were trained with it cannot be continued then.
+        overwrite: replace a tokenizer in ``out_dir``. Runs with the old tokenizer can then not be continued.
 
     Raises:
         UserError: ``out_dir`` holds a tokenizer, the train split has no text, or the text does not suit the
@@ -115,9 +115,9 @@ def train_text_tokenizer(
                 "fingerprint": tokenizer.fingerprint,
             },
         )
-        # All files are copied before any gets its name: what was there stays if the disk is full. Then the old model
-        # goes first, and the new one, whose context was entered first, comes last: a folder without a model holds no
-        # tokenizer, where the files of two would be one with a wrong vocabulary.
+        # All files are copied before any file gets its name, so a full disk leaves the old tokenizer. Then the old
+        # model is removed first, and the new model, with the outermost context, is renamed last. Without a model the
+        # folder holds no tokenizer; a mixture of two tokenizers would be a tokenizer with a wrong vocabulary.
         with FolderLock(out_dir / "lock", out_dir), contextlib.ExitStack() as written:
             for file in sorted(saved.iterdir(), key=lambda file: file.name != MODEL_FILE):
                 shutil.copyfile(file, written.enter_context(atomic_path(out_dir / file.name)))
@@ -144,7 +144,7 @@ def _training_lines(manifest: Manifest, sample_bytes: int) -> Iterator[str]:
 
 
 def _explain(message: str) -> str:
-    """Translates SentencePiece's errors about the vocabulary size, which name its C++ code."""
+    """Translates SentencePiece's errors about the vocabulary size, because they refer to its C++ code."""
     for pattern, text in (
         (r"<= (\d+)", "it suffices for at most {} pieces"),
         (r"required_chars\. \d+ vs (\d+)", "its characters and the bytes need at least {} pieces"),
