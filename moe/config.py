@@ -38,46 +38,47 @@ class MoEConfig:
 
     Attributes:
         num_experts: E, the number of experts of the layer.
-        num_prototypes: Z; has to divide E. As many experts by top-k learned as much or more in our runs, see
-            moe/README.md.
-        top_k: the number of experts that a token is sent to in each prototype.
+        num_prototypes: Z; must divide E. In our runs, top-k routing with the same number of experts per token learned
+            equally well or better, see moe/README.md.
+        top_k: the number of experts of each token in each prototype.
         num_groups: G groups of experts, each with an equal part of every prototype. The experts of a group have
-            consecutive numbers, so that ranks of a node can hold whole groups. Has to divide M.
-        groups_per_token: from how many groups, its best ones, a token chooses its experts, so that it is sent to few
-            nodes: node-limited routing (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), see ``moe.groups.best_groups``.
+            consecutive numbers, so the ranks of a node can hold whole groups. Must divide M.
+        groups_per_token: a token chooses its experts only in this number of best groups, and is sent to few nodes:
+            node-limited routing (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), see ``moe.groups.best_groups``.
         gating: scores are the softmax over a prototype's experts ("softmax"), over all experts ("global_softmax"),
             or the sigmoid of each logit ("sigmoid", DeepSeek-V3, arXiv 2412.19437, equation 15).
         normalize_gates: divide a token's gates by their sum over its K choices.
-        capacity_factor: an expert computes at most this many times the mean load; None drops no token.
-        eval_capacity_factor: the same outside of training.
-        capacity_rule: "k" counts the K choices of a token in the capacity; "1" keeps the capacity, and so the
-            cost, of a layer with one choice.
+        capacity_factor: an expert computes at most this multiple of the mean load; None drops no token.
+        eval_capacity_factor: the capacity factor outside of training.
+        capacity_rule: "k" counts the K choices of a token in the capacity; "1" has the capacity, and so the cost, of
+            a layer with one choice.
         min_capacity: lower bound of the capacity in tokens.
-        capacity_rounding: a capacity that is no whole number is rounded up ("up"), or in training up or down for each
-            expert at random, up as often as its fraction says ("random"); small capacities then cost what they say.
-        drop_order: which pairs of a full expert are dropped: "position" keeps first choices before second ones and
-            earlier tokens before later ones, "probability" keeps larger gates (V-MoE, arXiv 2106.05974, section 4).
+        capacity_rounding: a fractional capacity is rounded up ("up"). With "random", in training, it is rounded up or
+            down at random for each expert, with the fraction as the probability of up; the mean capacity is then exact.
+        drop_order: the order of dropping pairs of a full expert. "position" keeps first choices before second choices
+            and earlier tokens before later tokens; "probability" keeps larger gates (V-MoE, arXiv 2106.05974, section
+            4).
         router_jitter: in training, the router's inputs are multiplied by random numbers in [1 - jitter, 1 + jitter].
         activation: the function between the two matrices of an expert; "swiglu" doubles the rows of the first matrix.
         bias: experts add bias vectors after their matrices.
-        expert_dropout: in training, the probability that a hidden unit of an expert is set to zero.
-        num_shared_experts: experts that compute every token, in addition to the routed ones (arXiv 2401.06066).
+        expert_dropout: the dropout probability of an expert's hidden units, in training.
+        num_shared_experts: shared experts for every token, in addition to the routed experts (arXiv 2401.06066).
         shared_expert_gate: multiply the shared experts' output by the sigmoid of a linear map of the token (Qwen2-MoE).
         aux_loss_weight: weight of the load-balancing loss.
-        balance_scope: that loss counts the loads of this rank's micro-batch ("micro_batch"), of the micro-batches that
-            all ranks compute at the same time ("global_batch", arXiv 2501.11873), or of each sample ("sequence",
-            DeepSeek-V3, arXiv 2412.19437, equation 17). Only the last does not depend on how a batch is split.
-        z_loss_weight: weight of the loss that keeps the router's logits small.
-        balance_bias_rate: step of the biases that balance the load without a loss (arXiv 2408.15664); 0: no biases.
+        balance_scope: the load-balancing loss counts the loads of this rank's micro-batch ("micro_batch"), of the
+            simultaneous micro-batches of all ranks ("global_batch", arXiv 2501.11873), or of each sample ("sequence",
+            DeepSeek-V3, arXiv 2412.19437, equation 17). Only "sequence" does not depend on the split of a batch.
+        z_loss_weight: weight of the z-loss; it keeps the router's logits small.
+        balance_bias_rate: step of the biases for load balancing without a loss (arXiv 2408.15664); 0: no biases.
         recompute_activation: compute the hidden activation again in the backward pass instead of keeping it.
-        exchange: how tokens reach experts on other ranks, see ``moe.exchange_steps.exchange_steps``; "auto" chooses
-            the exchange that moves fewer rows.
-        payload: the number format of tokens on the way: "same" as in the model, "bfloat16", "float8" towards the
-            experts and bfloat16 back, or "float8_both" ways.
-        ranks_per_node: how many neighbouring ranks form a node with fast links. Tokens are then exchanged first between
-            nodes and then inside them. None: all ranks count as one node.
-        overlap_parts: in how many parts a layer exchanges its tokens with other ranks, so that one part is on its way
-            while the experts compute another; 1: nothing overlaps but the shared experts.
+        exchange: the kind of exchange with experts on other ranks, see ``moe.exchange_steps.exchange_steps``; "auto"
+            chooses the exchange with fewer rows.
+        payload: the number format of the all-to-all: "same" as in the model, "bfloat16", "float8" for dispatch and
+            bfloat16 for combine, or "float8_both" for float8 in both directions.
+        ranks_per_node: the number of neighbouring ranks in a node with fast links. Tokens are then exchanged first
+            between nodes and then inside them. None: all ranks count as one node.
+        overlap_parts: the number of parts of a layer's tokens in the exchange with other ranks. One part is in flight
+            while the experts compute another part. 1: only the shared experts overlap with the exchange.
 
     Raises:
         ValueError: a value has the wrong type or range, or values do not fit each other; the message begins with the
