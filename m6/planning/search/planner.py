@@ -107,7 +107,7 @@ class Planner:
         for (tp_size, placement), pp_size in itertools.product(
             self._tensor_groups(), self._values("pp_size", (size for size in divisors(world) if size <= layers))
         ):
-            if world % (tp_size * pp_size) and not self.forced:
+            if world % pp_size or (world % (tp_size * pp_size) and not self.forced):
                 continue
             if tp_size > 1 and pp_size > 1 and "pp_size" not in self.forced:
                 continue  # few runs need both, and they would be most of a search

@@ -169,7 +169,10 @@ def assert_own_sums_are_those_of_an_engine(documents: dict[str, dict[str, Any]])
         # Of any_world one sum is left before the exchange, otherwise the gradients are.
         whole = memory_of_gradients(config)
         left = whole if isinstance(engine._reducer, TreeGradients) else found.gradients
-        assert left + made.take_peak() - before <= 1.05 * (found.gradients + found.partial_sums + found.update), name
+        # On a CPU AdamW is not fused there: it holds up to three more tensors of the size of a partition.
+        unfused = 3 * whole if isinstance(engine._reducer, TreeGradients) else 0
+        planned = found.gradients + found.partial_sums + found.update + unfused
+        assert left + made.take_peak() - before <= 1.05 * planned, name
 
 
 def memory_of_gradients(config: RunConfig) -> int:

@@ -252,7 +252,7 @@ def test_a_user_forces_schedule_and_cut():
     assert forced == {"pp_size": 2, "schedule": "1f1b", "cut": (3, 5)}
     found = Planner(small_base(16, num_layers=8), few(4), forced=forced).search(3)
     assert {plan.layout.cut for plan in found.plans} == {(3, 5)}
-    with pytest.raises(UserError, match="expected numbers of layers such as 3,1, found '3;5'"):
+    with pytest.raises(UserError, match="expected numbers such as 3,1, found '3;5'"):
         parse_forced(("cut=3;5",))
     with pytest.raises(UserError, match=r"expected one of 1f1b, .*dualpipev, found 'zbw'"):
         parse_forced(("schedule=zbw",))

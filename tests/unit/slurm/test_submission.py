@@ -185,8 +185,8 @@ def test_an_array_runs_one_task_at_a_time(config: Path, cluster: Path, tmp_path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"nodes": 3}, "per_gpu 2 x 6 ranks = 12; try train_batch_size 12"),
-        ({"nodes": 4}, "per_gpu 2 x 8 ranks = 16; try train_micro_batch_size_per_gpu 1, or train_batch_size 16"),
+        ({"nodes": 3}, "fewer than the 6 ranks; try train_micro_batch_size_per_gpu 1, or train_batch_size 12"),
+        ({"nodes": 4}, "fewer than the 8 ranks; try train_micro_batch_size_per_gpu 1, or train_batch_size 16"),
         (
             {"time_limit_min": 6},
             "time_limit_min 6 leaves no time to train: Slurm asks to stop signal_lead_s 300 before",
