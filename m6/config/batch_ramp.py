@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pydantic import Field, PositiveInt
@@ -56,16 +56,21 @@ class BatchSizes:
 
     def check(self, division: Division) -> None:
         """Raises UserError if ranks cannot compute a batch of the run."""
-        division.check("train_batch_size", self.final)
-        for stage in self.ramp:
-            division.check("m6.training.batch_ramp: batch_size", stage.batch_size, is_final=False)
+        for key, samples, is_final in self._named():
+            division.check(key, samples, is_final)
 
     def refusal(self, division: Division) -> str | None:
         """Why ranks cannot compute a batch of the run; None if they can."""
-        for samples in self.all:
-            for reason in division.refusals(samples, is_final=samples == self.final):
-                return f"train_batch_size {samples}: {reason}"
+        for key, samples, is_final in self._named():
+            for reason in division.refusals(samples, is_final):
+                return f"{key} {samples}: {reason}"
         return None
+
+    def _named(self) -> Iterator[tuple[str, int, bool]]:
+        """(the key of a batch, its samples, whether it is the last one) of all kinds of steps."""
+        yield "train_batch_size", self.final, True
+        for stage in self.ramp:
+            yield "m6.training.batch_ramp: batch_size", stage.batch_size, False
 
     def check_ramp(self, total_steps: int) -> None:
         """Raises UserError if the batch does not grow, or if the ramp does not end before the run."""

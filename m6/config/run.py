@@ -30,7 +30,7 @@ from m6.config.section_checks import (
     check_schedule,
 )
 from m6.config.sections import M6Settings
-from m6.config.shares import Division
+from m6.config.shares import Division, exchange_neighbours
 from m6.config.tensor import TensorSettings, check_tensor
 from m6.errors import UserError
 from m6.shipped import shipped_file
@@ -127,11 +127,12 @@ class RunConfig:
         return Division(
             micro_batch_size=self.deepspeed.micro_batch_size,
             ranks=self.data_size(world_size),
-            ep_size=max(1, self.m6.training.ep_size // self.tensor_size),
+            ep_size=exchange_neighbours(self.m6.training.ep_size, self.tensor_size),
             at_once=self.m6.training.micro_batches_at_once,
             stated=None if shares is None else tuple(shares),
             pipeline=self.pipeline,
             equal_for=needs_of_equal_shares(Run(self.m6, self.deepspeed, self.model)),
+            accumulation=self.deepspeed.stated_accumulation,
         )
 
     def accumulation_steps(self, world_size: int) -> int:

@@ -72,6 +72,11 @@ def check_elastic(settings: ElasticSettings, run: M6Settings, deepspeed: DeepSpe
             "gradient_accumulation_steps: with m6.elastic it follows from the batch sizes and the ranks of each "
             "attempt; leave it out"
         )
+    if run.parallel.shares is not None:
+        raise UserError(
+            "m6.parallel.shares: with m6.elastic each attempt divides the batch equally over nodes of one type; leave "
+            "one of them out"
+        )
     for name in FIXED_SUMS:
         if run.training.deterministic is not None and name in (settings.may_change or ()):
             raise UserError(

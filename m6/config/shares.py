@@ -48,6 +48,15 @@ def apportion(
     return found
 
 
+def exchange_neighbours(ep_size: int, tensor_size: int) -> int:
+    """Neighbours along ``dp`` in one exchange of tokens, directly or through others.
+
+    Exchanges are between ``ep_size`` neighbours of a stage, of which ``tensor_size`` read the same micro-batches. Where
+    neither number divides the other, exchanges overlap.
+    """
+    return math.lcm(ep_size, tensor_size) // tensor_size
+
+
 @dataclass(frozen=True)
 class Division:
     """Divides the micro-batches of a step over the ranks that read different ones.
@@ -60,6 +69,7 @@ class Division:
         stated: ``m6.parallel.shares``; None: equal shares, as far as possible.
         pipeline: through which the micro-batches of a rank pass.
         equal_for: why all ranks need as many micro-batches, as clauses; empty: they do not.
+        accumulation: ``gradient_accumulation_steps``, if the JSON states it; then a smaller micro-batch is no remedy.
     """
 
     micro_batch_size: int
@@ -69,6 +79,7 @@ class Division:
     stated: tuple[int, ...] | None = None
     pipeline: PipelineSettings | None = None
     equal_for: tuple[str, ...] = ()
+    accumulation: int | None = None
 
     @property
     def groups(self) -> int:
@@ -204,7 +215,7 @@ class Division:
         else:
             smaller = (replace(without, micro_batch_size=size) for size in range(self.micro_batch_size - 1, 0, -1))
             fitting = next((each for each in smaller if not any(each.refusals(samples))), None)
-            if fitting is not None:
+            if fitting is not None and self.accumulation is None:
                 found.append(f"try train_micro_batch_size_per_gpu {fitting.micro_batch_size}")
             batch = without.nearest_batch(samples)
             if batch is not None:

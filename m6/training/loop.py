@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -228,12 +229,18 @@ class Trainer:
 
     def _batches(self) -> Iterator[list[MicroBatch]]:
         """Yields this rank's micro-batches of each step, from the current step on."""
-        steps = range(self.step, self.settings.training.total_steps)
-        numbers = (number for step in steps for number in micro_batch_numbers(self.config, self.dims, step))
+        steps, division = (
+            range(self.step, self.settings.training.total_steps),
+            self.config.division(self.dims.world_size),
+        )
+        of_steps = (micro_batch_numbers(self.config, self.dims, division, step) for step in steps)
+        # The loader reads ahead of the steps.
+        ahead, counted = itertools.tee(of_steps)
+        numbers = itertools.chain.from_iterable(ahead)
         # One loader for the whole attempt: its workers prepare the next steps during the current one.
         loader = iter(self.data.loader(numbers, self.settings.data.num_workers))
-        for step in steps:
-            yield [next(loader) for _ in micro_batch_numbers(self.config, self.dims, step)]
+        for own in counted:
+            yield [next(loader) for _ in own]
 
     def _build_engine(self) -> None:
         self.engine = build_engine(self.config, self.runtime, self.stage.sharing)

@@ -74,11 +74,6 @@ class ParallelDims:
         return self.rank % self.tp
 
     @property
-    def edp(self) -> int:
-        """The number of expert-parallel groups along ``dp``: copies of each expert in a stage without tensor groups."""
-        return self.dp // self.ep
-
-    @property
     def model_rank(self) -> int:
         """The number of this rank among the ranks of one copy of the model."""
         return self.pp_rank * self.tp + self.tp_rank

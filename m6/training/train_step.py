@@ -17,6 +17,7 @@ from torch import Tensor
 
 from m6.architecture.special_tokens import IGNORED_LABEL
 from m6.config.run import RunConfig
+from m6.config.shares import Division
 from m6.data.collate import MicroBatch
 from m6.model.outputs import M6Output
 from m6.runs.processes import Runtime
@@ -35,7 +36,7 @@ from moe import BiasBalancer, MoELayer, RoutingStats
 _SEED_STRIDE = 1_000_003
 
 
-def micro_batch_numbers(config: RunConfig, dims: ParallelDims, step: int) -> list[int]:
+def micro_batch_numbers(config: RunConfig, dims: ParallelDims, division: Division, step: int) -> list[int]:
     """Returns the global numbers of a rank's micro-batches in a step.
 
     A step has the same micro-batches on any number of ranks, whatever their shares. Each rank has a contiguous part, so
@@ -44,7 +45,7 @@ def micro_batch_numbers(config: RunConfig, dims: ParallelDims, step: int) -> lis
     micro-batches is then the same on any number of ranks.
     """
     sizes, together = config.batch_sizes, config.ranks_per_part
-    shares = config.division(dims.world_size).shares(sizes.of(step))
+    shares = division.shares(sizes.of(step))
     part, place = dims.part(together)
     first = sizes.before(step) // config.deepspeed.micro_batch_size + sum(shares[: part * together]) + place
     return [first + index * together for index in range(shares[dims.dp_rank])]
@@ -168,7 +169,7 @@ class TrainStep:
 
         self.engine.begin_step(begun.learning_rate, shares)
         with self.noise.watch(step):
-            seeds = [self._seed(number) for number in micro_batch_numbers(self.config, self.dims, step)]
+            seeds = [self._seed(number) for number in micro_batch_numbers(self.config, self.dims, self._division, step)]
             self.engine.accumulate(micro_batches, loss, seeds)
         return begun
 

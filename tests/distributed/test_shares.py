@@ -54,6 +54,7 @@ RUNS: dict[str, tuple[Changes, int, int, Changes]] = {
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}, "m6__parallel__shares": [7, 1]},
     ),
 }
+WITHOUT_NOISE = {"experts", "turns", "pipelines", "tensor groups"}  # no rank has the gradients of its samples alone
 # Under "any_world": the same bits as on one rank.
 EXACT: dict[str, tuple[Changes, int, int, Changes]] = {
     "exact": ({}, 3, 1, {}),
@@ -107,7 +108,7 @@ def trained(folder: Path) -> Path:
 def test_a_run_reports_and_learns_what_one_rank_does(trained: Path, name: str):
     found, expected = trained / name, trained / f"{name} alone"
     assert_reports_alike(found, expected, STEPS + 4)  # validation of four objectives
-    assert noise(found) in ([], pytest.approx(noise(expected), rel=1e-3))
+    assert noise(found) == ([] if name in WITHOUT_NOISE else pytest.approx(noise(expected), rel=1e-3))
     for key, error in state_errors(found, expected).items():
         # AdamW divides by the root of squares: where a gradient is nearly 0, rounding decides the sign of the update.
         assert error < (2e-3 if key[1] == "weight" else 1e-5), key
@@ -132,11 +133,11 @@ def test_a_row_of_a_step_is_the_same_whatever_the_shares(folder: Path):
     ):
         config = parse_config(document(folder, **changes))
         sizes = [config.batch_sizes.of(step) // 2 for step in range(STEPS)]
+        of_ranks = [ParallelDims.of(config, rank, ranks) for rank in range(ranks)]
+        division = config.division(ranks)
         numbers = [
-            sorted(
-                n for rank in range(ranks) for n in micro_batch_numbers(config, ParallelDims.of(config, rank, ranks), s)
-            )
-            for s in range(STEPS)
+            sorted(number for dims in of_ranks for number in micro_batch_numbers(config, dims, division, step))
+            for step in range(STEPS)
         ]
         assert numbers == [list(range(sum(sizes[:step]), sum(sizes[: step + 1]))) for step in range(STEPS)]
 

@@ -54,7 +54,7 @@ class TreeGradients(GradientReducer):
         """See ``GradientReducer.end_pass``."""
         if part not in self._branches:
             dims = self._mesh.dims
-            self._branches[part] = BranchSum(TreeShape(passes[:: dims.ep], dims.ep), dims.dp_rank // dims.ep)
+            self._branches[part] = BranchSum(TreeShape(passes[:: dims.ep], dims.ep), dims.part(dims.ep)[0])
         leaf = [take_gradient(parameter) for parameter in self._parts[part]]
         if self._offloaded is not None:
             leaf += self._offloaded.runtime.take_gradients()

@@ -22,7 +22,9 @@ def announcements(
     memory_map: str | None,
     profile: Profile,
 ) -> Iterator[str]:
-    """Yields the predicted memory and time of a run; for LoRA the numbers of trained and frozen parameters.
+    """Yields how a run is divided over ranks, and its predicted memory and time.
+
+    For LoRA the numbers of trained and frozen parameters take the place of the prediction.
 
     Args:
         root: the run's folder.
@@ -30,6 +32,12 @@ def announcements(
         stages: the phases ahead, each with a prefix for its line and its shared layers.
         memory_map: the placement of offloaded experts; None if the run does not offload.
     """
+    if config.pipeline is not None:
+        yield config.pipeline.describe(config.model.num_layers)
+    if config.tensor is not None:
+        yield config.tensor.describe()
+    if shares := config.division(world_size).describe(config.deepspeed.train_batch_size):
+        yield shares
     if config.m6.lora is not None:
         trained, total = count_trained(config)
         yield (
@@ -37,12 +45,6 @@ def announcements(
             "memory and time are not predicted, because the planner knows no adapters"
         )
     else:
-        if config.pipeline is not None:
-            yield config.pipeline.describe(config.model.num_layers)
-        if config.tensor is not None:
-            yield config.tensor.describe()
-        if shares := config.division(world_size).describe(config.deepspeed.train_batch_size):
-            yield shares
         for name, sharing in stages:
             yield f"{name}{describe_memory(predict_memory(config, world_size, shape, sharing))}"
         if memory_map:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m6.config.pipeline import PipelineSettings
-from m6.config.shares import Division, shortened
+from m6.config.shares import Division, exchange_neighbours, shortened
 from m6.errors import UserError
 
 
@@ -38,6 +38,28 @@ def test_the_shortest_list_has_the_same_shares():
         assert Division(1, len(shares), stated=expected).shares(sum(shares)) == tuple(shares)
 
 
+@pytest.mark.parametrize(
+    ("ep_size", "tensor_size", "expected"), [(1, 4, 1), (8, 4, 2), (2, 4, 1), (3, 2, 3), (10, 4, 5)]
+)
+def test_ranks_of_exchanges_that_overlap_have_equal_shares(ep_size: int, tensor_size: int, expected: int):
+    """Each exchange is between ``ep_size`` neighbours of a stage; a brute search joins those that overlap."""
+    neighbours = exchange_neighbours(ep_size, tensor_size)
+    assert neighbours == expected
+    group_of = {}  # along dp -> the first rank along dp of its exchanges
+    for rank in range(2 * ep_size * tensor_size):
+        first = rank // ep_size * ep_size // tensor_size
+        group_of[rank // tensor_size] = min(group_of.get(first, first), group_of.get(rank // tensor_size, first))
+    assert len(set(group_of.values())) == len(group_of) // neighbours
+
+
+def test_the_advice_keeps_a_stated_accumulation():
+    """Smaller micro-batches would be more of them, which the JSON forbids."""
+    with pytest.raises(UserError, match=r"; try train_micro_batch_size_per_gpu 2, or train_batch_size 16$"):
+        Division(4, 2).check("train_batch_size", 14)
+    with pytest.raises(UserError, match=r"; try train_batch_size 16$"):
+        Division(4, 2, accumulation=2).check("train_batch_size", 14)
+
+
 @st.composite
 def divisions(draw: st.DrawFn) -> tuple[Division, int]:
     ep_size = draw(st.integers(1, 3))
@@ -57,6 +79,10 @@ def test_a_division_is_whole_or_its_advice_works(drawn: tuple[Division, int]):
         division.check("train_batch_size", samples)
     except UserError as error:
         advice = str(error).rpartition("; ")[2]
+        found = re.findall(
+            r"m6\.parallel\.shares=|leave it out|train_micro_batch_size_per_gpu \d+|train_batch_size \d+", advice
+        )
+        assert found or advice == "use fewer ranks"
         if shares := re.search(r"m6\.parallel\.shares=(\[.*?\])", advice):
             replace(division, stated=tuple(ast.literal_eval(shares[1]))).check("train_batch_size", samples)
         if "leave it out" in advice:
@@ -65,7 +91,6 @@ def test_a_division_is_whole_or_its_advice_works(drawn: tuple[Division, int]):
             replace(division, stated=None, micro_batch_size=int(size[1])).check("train_batch_size", samples)
         if batch := re.search(r"train_batch_size (\d+)", advice):
             replace(division, stated=None).check("train_batch_size", int(batch[1]))
-        assert advice
         return
     shares = division.shares(samples)
     assert sum(shares) * division.micro_batch_size == samples

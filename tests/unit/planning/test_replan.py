@@ -1,5 +1,6 @@
 """The layout of a run on the nodes it has: against all plans, with its own measurements, failures and bounds."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -228,6 +229,10 @@ def test_bounds_that_nothing_meets_name_what_would():
         run(min_nodes=5)
     document = run().document | {"gradient_accumulation_steps": 1}
     with pytest.raises(UserError, match=r"gradient_accumulation_steps: with m6\.elastic it follows"):
+        parse_config(document)
+    document = copy.deepcopy(run().document)
+    document["m6"]["parallel"] = {"shares": [1, 1]}
+    with pytest.raises(UserError, match=r"m6\.parallel\.shares: with m6\.elastic each attempt divides"):
         parse_config(document)
 
 

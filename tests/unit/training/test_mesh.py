@@ -38,7 +38,7 @@ def test_every_rank_has_a_place_of_its_own(world: list[ParallelDims]):
         for pp_rank in range(dims.pp):
             assert dims.rank_of_stage(pp_rank) == by_coordinates[pp_rank, dims.dp_rank, dims.tp_rank]
         part, place_in_part = dims.part(dims.ep)
-        assert part < dims.edp
+        assert part < dims.dp // dims.ep
         assert part * dims.ep + place_in_part == dims.dp_rank
     for axis, dim in enumerate(get_args(Dim)):
         lines = by_coordinates.movedim(axis, -1).reshape(-1, shape[axis]).tolist()
