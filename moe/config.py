@@ -73,8 +73,9 @@ class MoEConfig:
         recompute_activation: compute the hidden activation again in the backward pass instead of keeping it.
         exchange: the kind of exchange with experts on other ranks, see ``moe.exchange_steps.exchange_steps``; "auto"
             chooses the exchange with fewer rows.
-        payload: the number format of the all-to-all: "same" as in the model, "bfloat16", "float8" for dispatch and
-            bfloat16 for combine, or "float8_both" for float8 in both directions.
+        payload: the number format of rows exchanged between ranks (all-to-all, all-gather, reduce-scatter): "same" as
+            in the model, "bfloat16", "float8" for dispatch and bfloat16 for combine, or "float8_both" for float8 in
+            both directions.
         ranks_per_node: the number of neighbouring ranks in a node with fast links. Tokens are then exchanged first
             between nodes and then inside them. None: all ranks count as one node.
         overlap_parts: the number of parts of a layer's tokens in the exchange with other ranks. One part is in flight

@@ -1,4 +1,4 @@
-"""Deferred weight gradients: computed while an all-to-all is in flight, not before it starts.
+"""Deferred weight gradients: computed while a dispatch or combine is in flight, not before it starts.
 
 The gradients of a linear map's weight and input do not depend on each other, and the rest of the backward pass waits
 only for the gradient of the input. Zero-bubble pipelines (arXiv 2401.10241, section 2) split them in the same way.

@@ -74,8 +74,9 @@ class MoELayer(nn.Module):
 
         Args:
             deviation: the standard deviation.
-            num_layers: the number of layers of the model. The matrices ``w_out``, with outputs to the residual stream,
-                are divided by sqrt(2 * num_layers), the root of their number (GPT-2, section 2.3). None: no division.
+            num_layers: the number of layers of the model. ``w_out`` is divided by sqrt(2 * num_layers), because it
+                writes to the residual stream; 2 * num_layers is the number of such matrices in the model (GPT-2,
+                section 2.3). None: no division.
         """
         scale = 1 if num_layers is None else 1 / math.sqrt(2 * num_layers)
         for name, parameter in self.named_parameters():

@@ -1,4 +1,4 @@
-"""Number formats of the rows of an all-to-all."""
+"""Number formats of rows exchanged between ranks (all-to-all, all-gather, reduce-scatter)."""
 
 from typing import Protocol
 

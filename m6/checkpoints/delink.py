@@ -39,7 +39,7 @@ def delink_run(run_dir: Path, out: Path, runtime: Runtime) -> Path:
         ``out``.
 
     Raises:
-        UserError: the run has no Pseudo stage, is already Real, or has no complete checkpoint (the message names the
+        UserError: the run has no Pseudo phase, is already Real, or has no complete checkpoint (the message names the
             missing or damaged file); ``out`` is not empty, or another process writes it.
     """
     config = load_config(run_dir / "config.json")

@@ -31,7 +31,7 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Removes an obsolete checkpoint; if a file cannot be removed, it stays, with a warning.
+    """Removes an obsolete checkpoint. If a file cannot be removed, the rest stays, with a warning.
 
     NFS, for example, keeps an open file of a process, and with it the folder.
     """

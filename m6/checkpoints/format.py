@@ -1,4 +1,4 @@
-"""The checkpoint format: flat ranges of named tensors in safetensors shards, and at the end a manifest.
+"""The checkpoint format: flat ranges of named tensors in safetensors shards, and a manifest, written last.
 
     step_00001200/
         rank_00000_000.safetensors   keys "NAME|KIND|OFFSET", each a flat range

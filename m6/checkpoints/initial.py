@@ -70,13 +70,13 @@ class ExportedWeights(WeightReader):
         return list(self._files) if kind == WEIGHT else []
 
     def read_into(self, name: str, kind: str, offset: int, target: Tensor) -> None:
-        """Fills ``target`` (1-D) with a range of the flat tensor; reads only the rows around the range."""
+        """Fills ``target`` (1-D) with a range of the flat tensor; reads only rows with elements of the range."""
         shape = self.shapes[name, kind]
         if not shape:
             target.copy_(self._open[self._files[name]].get_tensor(name).view(1))
             return
         row = math.prod(shape[1:])
-        # safetensors slices along the first dimension without reading the rest: read only the rows around the range.
+        # safetensors slices along the first dimension without reading the rest: read only rows with elements in range.
         first, last = offset // row, -(-(offset + target.numel()) // row)
         begin = offset - first * row
         target.copy_(self._slice(name)[first:last].reshape(-1)[begin : begin + target.numel()])

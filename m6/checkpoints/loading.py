@@ -69,10 +69,9 @@ def keep_learned(model: M6ForConditionalGeneration, config: RunConfig) -> None:
 
 
 def without_capacity(config: _Settings) -> _Settings:
-    """A copy without a capacity of experts, so an answer does not depend on the other samples of its batch.
+    """A copy without ``eval_capacity_factor``, so an answer does not depend on the other samples of its batch.
 
-    With a capacity the tokens of a batch compete for experts. The capacity only bounds the memory of validation in
-    training.
+    With a capacity the tokens of a batch compete for experts. It bounds the memory of validation during training.
     """
     copied = copy.deepcopy(config)
     if copied.moe is not None:

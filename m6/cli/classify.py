@@ -80,7 +80,7 @@ def classify(
 
 
 def _read_texts(path: Path) -> list[tuple[str, str]]:
-    """The lines of a file as (text before the tab, text after it)."""
+    """The lines of a file as (text before the tab, text after it). Lines without a text are left out."""
     parts = [line.partition("\t") for line in read_lines(path)]
     found = [(text, context) for text, _, context in parts if text.strip()]
     if not found:

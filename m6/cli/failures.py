@@ -1,4 +1,4 @@
-"""The causes of errors at the end of a command, and the report of an error to the Slurm job."""
+"""The causes of a command's fatal errors, and the report of an error to the Slurm job."""
 
 from __future__ import annotations
 

@@ -43,7 +43,10 @@ def _launched(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """The options of every command. The deepspeed launcher passes --local_rank; ranks come from the environment."""
+    """The start of every command, with the options before its name.
+
+    The deepspeed launcher passes --local_rank; ranks come from the environment.
+    """
     end_with_launcher()
 
 

@@ -166,13 +166,13 @@ class RunConfig:
 
     @property
     def planned_sharing(self) -> Sharing | None:
-        """What the layers share in the Pseudo stage; None if the run has none."""
+        """What the layers share in the Pseudo phase; None if the run has none."""
         settings = self.m6.pseudo_to_real
         return None if settings is None else settings.sharing(self.model.num_layers)
 
     @property
     def last_sharing(self) -> Sharing | None:
-        """What the layers share when the job ends: nothing, unless it ends at the switch of the Pseudo stage."""
+        """What the layers share when the job ends: nothing, unless it ends at the switch of the Pseudo phase."""
         settings = self.m6.pseudo_to_real
         return self.planned_sharing if settings is not None and settings.stop_at_switch else None
 

@@ -257,7 +257,10 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _options(protocol: str) -> dict[str, Any]:
-    """For a web server: no limit on the total time of a copy. By default aiohttp stops it after five minutes."""
+    """For a web server: a copy may take any time as long as bytes arrive.
+
+    By default aiohttp stops it after five minutes.
+    """
     if protocol not in ("http", "https"):
         return {}
     from aiohttp import ClientTimeout

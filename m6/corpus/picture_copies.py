@@ -158,7 +158,7 @@ _SIDE = 64  # pixels of a side of the transformed image
 _FREQUENCIES = 8  # of each axis
 _FINE = 256  # interpolation points of a window along one axis
 _SCALE = 1 << 12  # the transform is rounded to multiples of 1 / 4096; sums stay below 2^53, so they are exact
-_UNCERTAIN, _FLIPS = 10, 2  # number of weakest signs in the prefix, and how many of them are flipped at once
+_UNCERTAIN, _FLIPS = 10, 2  # number of weakest signs in the prefix, and the most of them flipped at once
 
 
 class Keys(NamedTuple):

@@ -1,4 +1,7 @@
-"""The recipe of a corpus: one JSON file with inputs, thresholds and the data folder."""
+"""The recipe of a corpus: one JSON file with inputs, thresholds and the data folder.
+
+In keys and names ``picture`` means an image.
+"""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ _HEADER_BYTES = 128  # of a .npy file
 def ngram_hashes(text: str, ngram_chars: int) -> NDArray[np.uint64]:
     """Returns a hash of each n-gram of the letters and digits of a text: uint64 [characters - n + 1], or empty.
 
-    A hash is the sum modulo 2^64 of mixed code points, times a random odd weight for each position. The chance of a
+    A hash is a sum modulo 2^64: each mixed code point times the random odd weight of its position. The chance of a
     collision of two n-grams is about 2^-63.
     """
     letters = without_marks(compared_form(text))

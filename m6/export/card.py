@@ -31,7 +31,7 @@ _DRAWING = (
 def model_card(
     run_dir: Path, config: RunConfig, reader: CheckpointReader, dtype: str, licence: str | None = None
 ) -> ModelCard:
-    """Makes the README.md of an exported model, with the Hub's header.
+    """Makes the README.md of an exported model, with the header for the Hub.
 
     Args:
         run_dir: the run.

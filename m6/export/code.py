@@ -41,7 +41,7 @@ _LICENCE = "# SPDX-License-Identifier: Apache-2.0\n"
 
 
 def write_code(folder: Path) -> None:
-    """Writes the modules of all classes in ``auto_map`` to ``folder``."""
+    """Writes the modules of all classes in ``auto_map``, and the modules needed by them, to ``folder``."""
     for name, text in flat_modules().items():
         write_text(folder / f"{name}.py", text)
 

@@ -38,7 +38,7 @@ class TextToImageOutput:
 
     Attributes:
         images: B * num_images images.
-        codes: int64 [B * num_images, N], the image codes of the images.
+        codes: int64 [B * num_images, N], the image codes of each generated image.
         scores: fp64 [B * num_images], mean log-likelihood of the caption given the image, in nats. The images of a
             caption are sorted by score, best first. None without ``num_candidates``.
         warnings: unknown parts of the captions, see ``M6TextToImagePipeline.caption_warnings``.

@@ -101,7 +101,7 @@ class M6Block(GradientCheckpointingLayer):
 
         Args:
             following: the blocks up to the next pause. The backward pass delays the gradients of their weights, and
-                computes them while the all-to-all of this block's output gradients is in flight.
+                computes them while the exchange of this block's output gradients is in flight.
         """
         hidden_states, normed = self._attend(hidden_states, mask, layer_index, None, rotation)
         if isinstance(self.ffn, DenseFFN):

@@ -104,7 +104,8 @@ class M6Model(M6PreTrainedModel):
                 belong in the first call.
             use_cache: creates a DynamicCache if ``past_key_values`` is None.
             output_hidden_states: also returns the input of each block and the last hidden state.
-            output_attentions: refused, since fused attention never materialises its weights.
+            output_attentions: refused: no layer returns its attention weights, and the fused kernel does not compute
+                them as a tensor.
             dropout_seed: determines the random numbers of each layer; None: the generators are not seeded.
 
         Raises:

@@ -103,8 +103,8 @@ class SliceCache:
 class _Sequence:
     """The keys, or the values, of a layer for whole rows, and the sum of their gradients from slices.
 
-    Slices share one tensor: with a copy of all earlier keys, each of n slices would need (n + 1) / 2 times as much
-    memory on average.
+    Slices share one tensor. For n equal slices, separate copies of all keys up to the end of each slice would take
+    (n + 1) / 2 times its memory.
     """
 
     def __init__(self, new: Tensor, length: int) -> None:

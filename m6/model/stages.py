@@ -144,7 +144,7 @@ class ModelStage(nn.Module):
             return take_turns((given.trip(index, block, hidden) for hidden, (_, given) in each), device)
 
         for index, block in zip(self.numbers, self.layers, strict=True):
-            # An early stop would leave all-to-alls of the other micro-batches unfinished.
+            # An early stop would leave exchanges of tokens of the other micro-batches unfinished.
             outputs: list[BlockOutput] = checkpoint(run, index, block, *states, use_reentrant=False, early_stop=False)
             states = [output.hidden_states for output in outputs]
             for own, output in zip(routed, outputs, strict=True):
@@ -161,7 +161,7 @@ class ModelStage(nn.Module):
     def _trip(
         self, inputs: dict[str, Tensor], labels: Tensor, dropout_seed: int | None
     ) -> Generator[None, None, M6Output]:
-        """Runs all layers, and pauses while an all-to-all with experts of other ranks is in flight."""
+        """Runs all layers, and pauses while a dispatch or combine is in flight."""
         hidden_states, given = self._enter(None, inputs, dropout_seed)
         routed: list[Routed | None] = []
         for block in self._up_to_a_pause(0):

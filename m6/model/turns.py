@@ -1,4 +1,4 @@
-"""Batch-level overlap: one micro-batch is computed while the all-to-all of another one is in flight.
+"""Batch-level overlap: one micro-batch is computed while a dispatch or combine of another one is in flight.
 
 DeepSeek-V3 (arXiv 2412.19437, section 3.4) does so in inference. The backward pass has the mirrored order, since
 autograd runs backwards.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 Pass = Generator[None, None, T]
-"""A forward pass as a generator. It pauses while an all-to-all is in flight; its value is its output."""
+"""A forward pass as a generator. It pauses while a dispatch or combine is in flight; its value is its output."""
 
 
 def take_turns(passes: Iterable[Pass[T]], device: torch.device) -> list[T]:

@@ -26,7 +26,7 @@ class StageBooking:
     """A phase of a run (Pseudo or Real) with its plan.
 
     Attributes:
-        stage: "pseudo" or "real".
+        stage: the phase, "pseudo" or "real".
         layout: the planner's description of it.
         steps: of the phase. A Pseudo phase counts up to ``switch_step``, even if it may end earlier.
         step_s: seconds of a step of the whole batch.

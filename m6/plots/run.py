@@ -31,7 +31,7 @@ Entries = list[dict[str, Any]]
 
 
 def staged(training: Entries) -> Entries:
-    """Returns the entries with a phase (Pseudo or Real); empty for a run without phases."""
+    """Returns the entries with the key ``stage`` (the phase, Pseudo or Real); empty for a run without it."""
     return [entry for entry in training if "stage" in entry]
 
 

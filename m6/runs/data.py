@@ -63,8 +63,9 @@ def check_sources_are_read(data: PretrainingData) -> None:
 
 
 def data_warnings(config: RunConfig, data: PretrainingData) -> list[str]:
-    """Warnings about data lost to the model: pixels lost by scaling, and the ends of captions, questions and texts.
+    """Warnings about data lost to the model.
 
+    They are about images stored smaller than the model reads them, and about the ends of captions, questions and texts.
     The end of a plain text without a label or an image is no loss, so it causes no warning.
     """
     kinds = {name: data.manifest.sources[name].kind for name in data.sources}

@@ -1,4 +1,4 @@
-"""Transient faults: the run restarts from its last checkpoint, once. If the fault comes back, the run has failed.
+"""Transient faults: the run returns to its last checkpoint, once. If the fault comes back, the run has failed.
 
 Megatron-LM's rerun state machine distinguishes transient and persistent faults in the same way. If a second computation
 of the same steps repeats a fault, its cause is in the data, in the program or in a broken device.
@@ -17,7 +17,7 @@ from m6.runs.processes import on_main_rank
 
 
 class PassingFault(RetryableError):
-    """A fault with a restart from the newest checkpoint. Every rank raises it."""
+    """A fault with a return to the newest checkpoint. Every rank raises it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def end(fault: Fault, run: RunDirectory, may_restart: bool) -> NoReturn:
     A fault has come back if the run has no new checkpoint since the previous fault, or if it is in the same steps.
 
     Args:
-        may_restart: whether the caller restarts the training.
+        may_restart: whether the caller trains again from the last checkpoint.
 
     Raises:
         PassingFault: at the first occurrence; RUN/fault.json records it.

@@ -64,7 +64,8 @@ class Trainer:
         run: the run's folder, already opened.
         stop_flag: set by stop signals; created here if it is None.
         profile: the machine's calibration, for predictions of the time of a step.
-        may_restart: whether the caller restarts after a ``PassingFault``; otherwise a fault is FATAL.
+        may_restart: whether the caller trains again from the last checkpoint after a ``PassingFault``; otherwise a
+            fault is FATAL.
 
     Attributes:
         step: number of finished optimizer steps.

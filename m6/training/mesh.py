@@ -115,7 +115,7 @@ class Mesh:
     """The process groups of a run; every rank makes it. Its ``get_`` methods are the ``mpu`` of DeepSpeed 0.19.8.
 
     The groups along ``pp``, ``dp`` and ``tp`` come from PyTorch's ``DeviceMesh``. DeepSpeed makes the groups of
-    experts inside each stage, see ``install``; ``moe`` makes the groups of its all-to-alls.
+    experts inside each stage, see ``install``; ``moe`` makes the groups of its exchange of tokens.
 
     Args:
         dims: of this rank.
@@ -159,7 +159,7 @@ class Mesh:
 
     @property
     def stage_ends(self) -> tuple[int, int]:
-        """The global ranks of the first and the last stage of this rank's pipeline."""
+        """The first and the last global rank of this rank's pipeline."""
         return self.dims.rank_of_stage(0), self.dims.rank_of_stage(self.dims.pp - 1)
 
     def of_pipelines(self, purpose: str) -> dist.ProcessGroup | None:
@@ -222,7 +222,7 @@ class Mesh:
         return self.dims.model_rank
 
     def get_pipeline_model_parallel_world_size(self) -> int:
-        """The number of pipeline stages: DeepSpeed makes groups of experts in each stage."""
+        """The number of ranks of a pipeline: DeepSpeed makes groups of experts among the ranks at each position."""
         return self.dims.pp
 
     def get_tensor_model_parallel_world_size(self) -> int:

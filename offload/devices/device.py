@@ -22,7 +22,7 @@ class Rates:
 
     Attributes:
         upload, download: to and from the device, with pinned host memory.
-        pageable: either direction, with host memory outside of the pinned limit.
+        pageable: either direction, with host memory that the system refused to pin.
     """
 
     upload: float = 12e9

@@ -54,7 +54,7 @@ def retain_greedily(
 def retain_by_belady(
     intervals: Sequence[Interval], weights: Sequence[int], candidates: Sequence[int], free_bytes: Sequence[int]
 ) -> set[int]:
-    """Keeps every interval until there is no room, and then drops the latest next use (Belady 1966).
+    """Keeps every interval until there is no room, and then drops the interval with the latest next use (Belady 1966).
 
     Arguments and result are as for ``retain_greedily``; ``candidates`` may have any order.
     """

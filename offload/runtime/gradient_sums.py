@@ -27,7 +27,7 @@ class GradientSums:
             return gradients
         count, sums = self._begun.pop(chunk, (0, ()))
         if count:
-            # The first summand comes from autograd in 16 bits. Widening it later loses nothing.
+            # The first summand comes from autograd; if it has 16 bits, widening it only now loses nothing.
             sums = [self._widened(total) + gradient for total, gradient in zip(sums, gradients, strict=True)]
         else:
             sums = gradients

@@ -86,15 +86,16 @@ class OffloadRuntime:
             are not late.
         plan: the plan for the first step and later ones, if it is known. Chunks owned by the device then never take
             memory on the host.
-        reduce: combines each gradient [N, ...] in place with the other ranks' gradients before it leaves the device.
-            The calls follow the order of the backward pass, so it is the same on all ranks whatever their plans are.
+        reduce: combines each gradient [N, ...] of the computation in place with the other ranks' gradients, also for
+            chunks owned by the device. The calls follow the order of the backward pass, so it is the same on all ranks
+            whatever their plans are.
         uses_at_once: the gradients of so many consecutive uses of a chunk are added up on the device and count as one.
             Unfinished sums are non-model memory.
 
     Attributes:
         trace: the trace of the last complete step.
         peaks: the peaks of memory at each of its moments.
-        host_bytes: host memory of staging blocks and of all chunks outside of the device.
+        host_bytes: host memory of staging blocks and of all chunks not owned by the device.
         recorder: makes the traces.
         activations: moves activations of parts of the model to the host, if the model uses it.
         statistics: deviations from the plan.

@@ -199,7 +199,7 @@ class WeightCache:
             self._upload(slot)
 
     def _evict_to(self, room_bytes: int, cursor: PlanCursor, now: int) -> None:
-        """Drops unused chunks until the rest fit, the latest next use first."""
+        """Drops chunks not in use until the rest fit, those with the latest next use first."""
         while self._device.used_bytes > room_bytes:
             idle = [slot.number for slot in self._slots if slot.replica.present and slot.pins == 0]
             if not idle:

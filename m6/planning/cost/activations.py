@@ -183,7 +183,7 @@ class Activations:
         return self._rows(0)
 
     def most_rows(self) -> int:
-        """A bound of ``rows``. Capacities are rounded at random: six standard deviations above the mean."""
+        """An upper estimate of ``rows``: for randomly rounded capacities, six standard deviations above the mean."""
         return self._rows(6)
 
     def _rows(self, deviations: float) -> int:

@@ -1,4 +1,4 @@
-"""Seconds of communication: all-to-alls of tokens, tensor parallelism, reduction of gradients, gathering of weights.
+"""Seconds of communication: exchange of tokens, tensor parallelism, reduction of gradients, gathering of weights.
 
 The collectives of tensor parallelism follow ``m6/model/tensor``, whose tests count them. A part of the exchange of
 tokens may overlap with computation.

@@ -35,7 +35,7 @@ class ParallelLayout:
         stream_experts: ``m6.offload``: experts and their optimizer state are in host memory and are streamed to the
             device in chunks.
         ranks_per_node: ranks of a node. The exchange sends a token once to a node for all its experts there. 0: a flat
-            all-to-all.
+            exchange, without regard to nodes.
         micro_batches_at_once: micro-batches in turns: one computes while tokens of another are exchanged.
         schedule: of a pipeline.
         cut: layers of each stage of a pipeline; empty: equal ones, as far as possible.

@@ -68,7 +68,10 @@ def cut_layers(
 
 
 def _least_costs(cutter: _Cutter, middles: Sequence[int]) -> dict[int, float]:
-    """Middle -> seconds of the slowest rank of the best cut. Middles above the bound are left out."""
+    """Middle -> seconds of the slowest rank of the best cut.
+
+    Middles without a cut within the least bound that has one are left out: they are certainly not the best.
+    """
     for wider in _WIDER:  # low bounds leave few paths, and mostly one of the first bounds has a path
         bound = min(cutter.least_seconds * wider, cutter.most_seconds)
         found = {middle: cutter.best(middle, bound, cutter.slower) for middle in middles}

@@ -95,7 +95,8 @@ class Profile(Section):
         """The profiles of the fastest and of the slowest expected steps.
 
         Calibrated: a fifth faster and slower, about the largest error of the fitted planner on the published layouts.
-        Otherwise: assumed efficiencies on both sides of the measured times of all these layouts.
+        Otherwise: high and low assumed efficiencies; the measured times of all these layouts lie between their
+        predictions.
         """
         if self.calibrated:
             changes: list[dict[str, Any]] = [

@@ -44,7 +44,7 @@ late gradients need more steps, and these are not priced."""
 def compression_line(planner: Planner, best: PricedLayout) -> str:
     """Markdown: the share of gradients in a step, and the gain from compressing them.
 
-    Empty on one device, and for layouts without support for compression.
+    Empty without data parallelism, for pipelines, tensor groups and ZeRO 3, and for runs that compress already.
     """
     layout, total = best.layout, best.time.total
     if (

@@ -156,7 +156,7 @@ def fastest_streamed(planner: Planner) -> StreamedPlan | None:
 def _experts_optimizer(config: RunConfig) -> OffloadOptimizer | None:
     """Adafactor at the run's learning rate if the run's optimizer cannot update offloaded experts; else None.
 
-    Of the optimizers for offloaded experts Adafactor has the smallest state.
+    Adafactor has a much smaller state than AdamW. (SGD without momentum has none, but is not proposed.)
     """
     if config.deepspeed.optimizer_type not in UPDATE_NO_OFFLOADED:
         return None

@@ -51,10 +51,10 @@ class CompressedGradients(GradientReducer):
     def sums_here(self) -> bool:
         """Whether this step sends parts of gradients or residuals.
 
-        Without compression and residuals, a step is bit-identical to a run without ``m6.communication``, so DeepSpeed
-        sums its gradients. An all-reduce here could not do this: its order of additions depends on the position of an
-        element in a message, and DeepSpeed's messages have another layout. DeepSpeed's messages are in fp32, like the
-        messages of this class.
+        A step without compression and residuals must be bit-identical to a run without ``m6.communication``; therefore
+        DeepSpeed sums its gradients. An all-reduce here could not do this: its order of additions depends on the
+        position of an element in a message, and DeepSpeed's messages have another layout. DeepSpeed's messages are in
+        fp32, like the messages of this class.
         """
         return not self._reducer.leaves_nothing_out(self._step)
 

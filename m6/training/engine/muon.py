@@ -89,7 +89,9 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Moves the singular values of each matrix of [N, R, C] to about 1. Very small singular values stay below 1.
+    """Moves the singular values of each matrix of [N, R, C] to about 1.
+
+    Singular values far below the largest one of their matrix stay below 1.
 
     Args:
         dtype: of the matrix products.

@@ -18,7 +18,9 @@ from m6.training.reduction.residuals import load_residuals
 
 
 class GradientReducer:
-    """Sums the gradients of this rank over the ranks with the same parameters. It does not depend on the engine.
+    """Sums the gradients of this rank over the ranks with the same parameters.
+
+    It does not know pipeline stages, only the parts given to ``divide``.
 
     The engine calls ``end_pass`` after each backward pass, then ``sums`` and ``end_step``. In this class DeepSpeed
     computes all sums, so ``sums`` is never called.

@@ -69,7 +69,7 @@ class SlicedPipelineEngine(PipelineEngine):
         return Step(batches, [each.seed for each in self._slices], loss)
 
     def _common(self, cuts: list[list[int]]) -> list[list[int]]:
-        """Leaves out cuts, so that all ranks of an expert-parallel group have equal numbers of slices."""
+        """Leaves out cuts, so ranks that exchange tokens have equally many slices of each micro-batch."""
         if self._config.m6.training.ep_size == 1:
             return cuts
         numbers = torch.tensor([len(each) for each in cuts], device=self._device)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def forward_in_turns(
     deepspeed: DeepSpeedEngine, batches: Sequence[MicroBatch], seeds: Sequence[int], device: torch.device
 ) -> list[M6Output]:
-    """Runs the model on interleaved micro-batches, to overlap computation with all-to-alls.
+    """Runs the model on interleaved micro-batches, to overlap computation with the exchange of tokens.
 
     Args:
         batches: on ``device``.

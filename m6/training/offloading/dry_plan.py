@@ -26,7 +26,7 @@ class DryPlan:
     """The offload plan of a phase.
 
     Attributes:
-        stage: "pseudo" or "real".
+        stage: the phase, "pseudo" or "real".
         setup: the trace of a step and its plan.
         chunks: number of chunks.
         expert_bytes: bytes of all experts with gradients and optimizer state.

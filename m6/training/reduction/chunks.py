@@ -4,8 +4,8 @@ In DLCP, switches drop packets of small gradients up to a bound, and a sum is di
 Networks of training clusters lose no packets, so here the ranks agree on the chunks to leave out. A sum then has the
 terms of all ranks or of none, and is divided by the number of ranks. A step leaves out at most the share 1 - density of
 the chunks. The rest is kept for the next step; in DLCP it is lost. In the experiments of
-scripts/experiments/gradient_bytes/README.md the losses of both variants are equal within the spread of seeds. To drop
-the commonly chosen rest instead of keeping it is worse at densities of 30 and 50 %.
+scripts/experiments/gradient_bytes/README.md the losses of both variants are equal within the spread of seeds. A third
+variant, in which all ranks lose the same chunks, is worse at densities of 30 and 50 %.
 """
 
 from __future__ import annotations

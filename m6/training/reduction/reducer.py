@@ -28,8 +28,9 @@ class Compressor(Protocol):
 
 
 class Reducer:
-    """Sums dense gradients over ranks with error feedback (Seide et al. 2014; Karimireddy et al., 1901.09847).
+    """Sums the gradients of parameters common to all ranks, with error feedback.
 
+    Sources: Seide et al. 2014; Karimireddy et al., arXiv 1901.09847.
     A rank adds its gradient to its residual, sends a part, and keeps the rest as the residual. Over any number of
     steps, all sent parts and the residuals of all ranks therefore add up to the sum of all gradients.
 

@@ -69,7 +69,7 @@ class Console:
         self._print(f"step {step:,}: draws samples")
 
     def saved(self, step: int, stall_s: float) -> None:
-        """Shows a finished save of a checkpoint and its stall."""
+        """Shows that a checkpoint was taken (its files may still be written), and the stall of the training."""
         self._print(f"step {step:,}: saves a checkpoint; training waited for {stall_s:.1f} s")
 
     def _print(self, line: str) -> None:

@@ -1,5 +1,7 @@
 """The two phases of a Pseudo-to-Real run, and the rules for the end of the first phase.
 
+A phase (Pseudo or Real) is called ``stage`` in keys and messages; pipeline stages are something else.
+
 The procedure of M6-10T (arXiv 2110.03888) at the switch is not known to us, so the rule is a setting. The rule by
 gradient correlation comes from a concurrent paper (arXiv 2110.03848, section 2).
 """
