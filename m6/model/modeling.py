@@ -116,7 +116,7 @@ class M6Model(M6PreTrainedModel):
         if inputs_embeds is not None:
             raise UserError("inputs_embeds: pictures, types and positions go by input_ids; pass those")
         if output_attentions:
-            raise UserError("output_attentions: attention weights are never computed as such (fused attention)")
+            raise UserError("output_attentions: no layer returns its attention weights; leave it out")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         seed_layer(dropout_seed, 0, input_ids.device)

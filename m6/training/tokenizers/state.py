@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,14 +13,24 @@ from torch import Tensor
 from m6.errors import UserError
 from m6.files import atomic_path
 
-if TYPE_CHECKING:
-    from m6.training.tokenizers.image import ImageTokenizerTrainer
-
 STATE_FILE = "state.safetensors"
 _OPTIMIZERS = ("optimizer", "judge_optimizer")
 
 
-def save_state(folder: Path, trainer: ImageTokenizerTrainer) -> None:
+class Resumable(Protocol):
+    """A training with a state, as ``ImageTokenizerTrainer``."""
+
+    step: int
+    device: torch.device
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Returns the state dictionary of each part."""
+
+    def load_state(self, parts: dict[str, dict[str, Any]], step: int) -> None:
+        """Restores the parts, after so many steps."""
+
+
+def save_state(folder: Path, trainer: Resumable) -> None:
     """Writes the trainer's state into ``folder``, atomically, for a bit-identical continuation."""
     tensors: dict[str, Tensor] = {}
     for part, values in trainer.state().items():
@@ -34,7 +44,7 @@ def save_state(folder: Path, trainer: ImageTokenizerTrainer) -> None:
         save_file(contiguous, temporary, metadata={"step": str(trainer.step)})
 
 
-def load_state(folder: Path, trainer: ImageTokenizerTrainer) -> None:
+def load_state(folder: Path, trainer: Resumable) -> None:
     """Restores the trainer's state if ``folder`` has one.
 
     Raises:
