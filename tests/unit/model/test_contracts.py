@@ -209,7 +209,7 @@ def test_assistants_change_nothing(tiny_model, text_prompt, prompts):
     [
         ({"assistant_early_exit": 1}, "gives an assistant no pictures"),
         ({"guidance_scale": 2.0}, "M6TextToImagePipeline"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "attention weights are never computed"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "no layer returns its attention weights"),
         ({"input_ids": None}, "a prompt is at least <bos>"),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value),
