@@ -15,11 +15,9 @@ from typing import Annotated
 import typer
 
 import m6
-from m6.cli.address_space import check_address_space
 from m6.cli.failures import is_full_disk, is_out_of_memory, tell_job
-from m6.cli.imports import quick_imports
 from m6.cli.options import ConfigFile, NewRunFolder, Overrides, ProfileFile, Restart, RunFolder, check_file
-from m6.cli.terminal import keep_bars_out_of_logs, print_any_name
+from m6.cli.process import check_address_space, keep_bars_out_of_logs, print_any_name, quick_imports
 from m6.errors import RetryableError, UserError
 from m6.runs.signals import StopFlag, end_with_launcher
 

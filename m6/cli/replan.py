@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from m6.cli.imports import quick_imports
 from m6.cli.options import ConfigFile, Overrides, ProfileFile
+from m6.cli.process import quick_imports
 
 
 def replan(

@@ -1,4 +1,7 @@
-"""The engine of ``m6.parallel.pipeline.slices``: a pipeline over slices of rows."""
+"""The engine of ``m6.parallel.pipeline.slices``: a pipeline over slices of rows.
+
+Its schedule runs on the runtime of ``torch.distributed.pipelining`` (PyTorch 2.13).
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from m6.data.collate import MicroBatch
 from m6.model.outputs import M6Output
 from m6.model.slices import SliceKeys
 from m6.model.stages import ModelStage
+from m6.planning.cost.schedules import Pass, sliced_orders
 from m6.planning.cost.slices import SliceChoice
 from m6.training.engine.engine import LossFunction
 from m6.training.engine.pipeline import PipelineEngine, Step
-from m6.training.engine.sliced_schedule import SlicedSchedule
+from m6.training.engine.pipeline_schedule import NumberedStage, as_scalar
 from m6.training.engine.slices import Slice, slices_of
+
+_KINDS = {"forward": _ComputationType.FORWARD, "backward": _ComputationType.FULL_BACKWARD}
 
 
 class SlicedPipelineEngine(PipelineEngine):
@@ -91,3 +98,35 @@ class SlicedPipelineEngine(PipelineEngine):
 def thinned(cuts: Sequence[int], number: int) -> list[int]:
     """Returns ``number`` of the cuts, evenly spread."""
     return [cuts[(index + 1) * (len(cuts) + 1) // (number + 1) - 1] for index in range(number)]
+
+
+class SlicedSchedule(_PipelineScheduleRuntime):
+    """Runs ``sliced_orders``. PyTorch adds the messages to the passes, and treats each slice as a micro-batch.
+
+    Args:
+        stage: this rank's only stage.
+        most: the largest number of slices in a step.
+    """
+
+    def __init__(self, stage: NumberedStage, most: int) -> None:
+        super().__init__([stage], most, loss_fn=as_scalar, scale_grads=False)
+        self._most = most
+        self._slices: tuple[int, ...] = ()
+
+    def prepare(self, slices: tuple[int, ...]) -> None:
+        """Sets the number of slices of each micro-batch of the next step. It is equal on all ranks of the pipeline."""
+        if slices == self._slices:
+            return
+        self._slices, self._n_microbatches = slices, sum(slices)
+        orders = sliced_orders(self.pp_group_size, slices)
+        self._prepare_schedule_with_comms({rank: [_action(each) for each in o] for rank, o in enumerate(orders)})
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        # Once, with room for any step.
+        number, self._n_microbatches = self._n_microbatches, self._most
+        super()._initialize_stages(*args, **kwargs)
+        self._n_microbatches = number
+
+
+def _action(each: Pass) -> _Action:
+    return _Action(each.stage, _KINDS[each.kind], each.number)

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from m6.cli.imports import quick_imports
+from m6.cli.process import quick_imports
 
 
 @quick_imports()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from m6.cli.address_space import needed_bytes
+from m6.cli.process import needed_bytes
 from tests.fixtures.tiny_run import write_tiny_config
 
 NEEDED_MIB = needed_bytes() >> 20

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from m6.cli.terminal import keep_bars_out_of_logs, print_any_name
+from m6.cli.process import keep_bars_out_of_logs, print_any_name
 
 BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 
