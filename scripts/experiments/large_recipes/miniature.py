@@ -64,8 +64,8 @@ def _shipped(name: str, cluster: str, devices: int) -> Recipe:
     return Recipe(CONFIGS / f"{name}.json", cluster, devices)
 
 
-def _candidate(name: str, cluster: str, devices: int, times: int, layers: int) -> Recipe:
-    """A candidate whose miniature is 64 wide, ``times`` narrower than the full size, and has four layers."""
+def _candidate(name: str, cluster: str, devices: int, times: int, layers: int, experts: int) -> Recipe:
+    """A candidate whose miniature is 64 wide, ``times`` narrower, and has four layers of 16 experts."""
     file = HERE / "candidates" / f"{name}.json"
     return Recipe(
         file,
@@ -75,7 +75,7 @@ def _candidate(name: str, cluster: str, devices: int, times: int, layers: int) -
         ffn=times,
         heads=times // 8,
         layers=layers,
-        experts=4,
+        experts=experts,
         batch=64,
         sources=SOURCES,
         tokenizer="tokenizer_5000",
@@ -85,10 +85,10 @@ def _candidate(name: str, cluster: str, devices: int, times: int, layers: int) -
 
 
 RECIPES: dict[str, Recipe] = {
-    "candidate m6_base": _candidate("m6_base", "h100_x128", 8, 16, 3),
-    "candidate m6_10b": _candidate("m6_10b", "h200_x128", 16, 32, 4),
-    "candidate m6_100b": _candidate("m6_100b", "h200_x128", 64, 64, 6),
-    "candidate m6_1t": _candidate("m6_1t", "h200_x128", 512, 128, 8),
+    "candidate m6_base": _candidate("m6_base", "h100_x128", 8, 16, 3, 1),
+    "candidate m6_10b": _candidate("m6_10b", "h200_x128", 16, 32, 4, 2),
+    "candidate m6_100b": _candidate("m6_100b", "h200_x128", 64, 64, 6, 4),
+    "candidate m6_1t": _candidate("m6_1t", "h200_x128", 512, 128, 8, 8),
     "m6_base": _shipped("m6_base", "h100_x128", 8),
     "m6_10b": _shipped("m6_10b", "h100_x128", 16),
     "m6_100b": _shipped("m6_100b", "v100_32g_x128", 128),
@@ -229,8 +229,18 @@ def _without_capacity(moe: Document) -> None:
     moe["min_capacity"] = 4
 
 
+def _without_shared(full: Document) -> None:
+    """Gives the width of shared experts to the others: as many parameters, and as many FLOPs for a token, in fewer and
+    wider experts."""
+    moe = full["m6"]["moe"]
+    parts = 1 + moe.pop("num_shared_experts", 0)
+    moe["num_experts"] //= parts
+    full["m6"]["model"]["ffn_hidden_size"] *= parts
+
+
 def _without_experts(full: Document) -> None:
     m6 = full["m6"]
+    _without_shared(full)
     m6["moe"] = None
     m6["training"]["ep_size"] = 1
     m6["training"].pop("micro_batches_at_once", None)
@@ -243,7 +253,7 @@ def _recipe(full: Document) -> None:
 
 
 def _dense(full: Document) -> None:
-    """One feed-forward of the width of an expert, for every token."""
+    """One feed-forward for every token, as wide as an expert and the shared ones together."""
     _without_experts(full)
 
 
@@ -253,27 +263,33 @@ def _none(full: Document) -> None:
     full["m6"]["model"]["ffn_hidden_size"] = 1
 
 
-def _top1(full: Document) -> None:
-    """Plain top-1 of the same experts, without drops."""
+def _plain(full: Document) -> Document:
+    """Experts without shared ones, prototypes, groups, capacity or other gates than a softmax; one a token."""
+    _without_shared(full)
     moe = full["m6"]["moe"]
-    moe |= {"num_prototypes": 1, "top_k": 1, "num_groups": 1, "groups_per_token": 1}
-    _without_capacity(moe)
-
-
-def _finer(full: Document, times: int) -> Document:
-    """As many parameters and as many FLOPs, in ``times`` as many experts, of which a token has ``times`` as many."""
-    moe = full["m6"]["moe"]
-    moe |= {"num_experts": times * moe["num_experts"], "num_prototypes": 1, "num_groups": 1, "groups_per_token": 1}
-    full["m6"]["model"]["ffn_hidden_size"] //= times
+    moe |= {"num_prototypes": 1, "top_k": 1, "num_groups": 1, "groups_per_token": 1, "gating": "softmax"}
     _without_capacity(moe)
     return moe
 
 
+def _top1(full: Document) -> None:
+    """Plain top-1, without drops, shared experts or sigmoid gates."""
+    _plain(full)
+
+
+def _finer(full: Document, times: int) -> Document:
+    """As many parameters and as many FLOPs, in ``times`` as many experts, of which a token has ``times`` as many."""
+    moe = _plain(full)
+    moe |= {"num_experts": times * moe["num_experts"], "top_k": times}
+    full["m6"]["model"]["ffn_hidden_size"] //= times
+    return moe
+
+
 def _today(full: Document) -> None:
-    """Eight times as many experts of an eighth of the width, eight a token, sigmoid gates divided by their sum, biases
-    that balance, no drops (DeepSeek-V3, arXiv 2412.19437, section 2.1)."""
+    """Eight times as many experts of an eighth of the width, seven a token and a shared one, sigmoid gates divided by
+    their sum, biases that balance, no drops (DeepSeek-V3, arXiv 2412.19437, section 2.1)."""
     moe = _finer(full, 8)
-    moe |= {"top_k": 8, "gating": "sigmoid", "normalize_gates": True}
+    moe |= {"top_k": 7, "num_shared_experts": 1, "gating": "sigmoid", "normalize_gates": True}
     moe |= {"balance_bias_rate": 0.001, "aux_loss_weight": 0.0001}
 
 
@@ -288,13 +304,17 @@ def _halves(prototypes: int) -> Callable[[Document], None]:
 
 def _normalized(full: Document) -> None:
     """Two of twice as many experts of half the width, gates divided by their sum (Mixtral, arXiv 2401.04088)."""
-    _finer(full, 2)["top_k"] = 2
-    full["m6"]["moe"]["normalize_gates"] = True
+    _finer(full, 2)["normalize_gates"] = True
 
 
 def _sigmoid(full: Document) -> None:
-    """The recipe with sigmoid gates, which begin at 1/2 and not at one part in as many as there are experts."""
-    full["m6"]["moe"]["gating"] = "sigmoid"
+    """Plain top-1 with sigmoid gates, which begin at 1/2 and not at one part in as many as there are experts."""
+    _plain(full)["gating"] = "sigmoid"
+
+
+def _shared(full: Document) -> None:
+    """One of twice as many experts of half the width, with a sigmoid gate, and a shared one (arXiv 2401.06066)."""
+    _finer(full, 2).update(top_k=1, num_shared_experts=1, gating="sigmoid")
 
 
 def _prototypes(number: int) -> Callable[[Document], None]:
@@ -346,6 +366,7 @@ HALVES: dict[str, Callable[[Document], None]] = {
     "top-2 of halves": _halves(1),
     "top-2 of halves, normalized": _normalized,
     "sigmoid gates": _sigmoid,
+    "shared half": _shared,
 }
 PROTOTYPES = {f"{number} top-1": _prototypes(number) for number in (1, 2, 4, 8)}
 STAGES: dict[str, Callable[[Document], None]] = {

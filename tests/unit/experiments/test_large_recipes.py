@@ -106,14 +106,32 @@ def test_a_variant_has_the_steps_of_its_cost_and_at_most_a_twentieth_more(monkey
         assert 0.99 <= steps / (1000 * ratio) <= 1.05
 
 
-def test_a_recipe_that_is_top_1_has_to_beat_the_dense_model_alone():
+def test_a_recipe_that_is_top_1_has_to_beat_the_dense_model_alone(monkeypatch):
+    plain = changed("candidate m6_base", "top1")
+    monkeypatch.setattr(rules, "shipped", lambda recipe: copy.deepcopy(plain))
     chosen = runs(recipe=[1.0, 1.0, 1.0], dense=[1.1, 1.2, 1.1])
     assert "candidate m6_base stays**" in verdict("candidate m6_base", chosen)
 
 
-def test_top_1_is_no_variant_of_a_recipe_that_is_top_1():
+def test_top_1_is_no_variant_of_a_recipe_that_is_top_1(monkeypatch):
+    assert "top1" in variants("candidate m6_base")
+    plain = changed("candidate m6_base", "top1")
+    monkeypatch.setattr(rules, "shipped", lambda recipe: copy.deepcopy(plain))
     assert "top1" not in variants("candidate m6_base")
-    assert "top1" in variants("m6_base")
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("candidate")])
+def test_variants_of_experts_have_as_many_parameters_and_flops(recipe: str):
+    """Of the routed experts, and of what a token computes; a shared expert is the only difference."""
+
+    def sizes(variant: str) -> tuple[int, int]:
+        full = changed(recipe, variant)
+        moe, width = MoEConfig(**full["m6"]["moe"]), full["m6"]["model"]["ffn_hidden_size"]
+        computed = moe.num_prototypes * moe.top_k + moe.num_shared_experts
+        return moe.num_experts * width, computed * width
+
+    assert {sizes(name) for name in ("recipe", "top1", "today", *rules.HALVES)} == {sizes("recipe")}
+    assert changed(recipe, "dense")["m6"]["model"]["ffn_hidden_size"] == sizes("recipe")[1]
 
 
 @pytest.mark.parametrize(
