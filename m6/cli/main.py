@@ -15,9 +15,16 @@ from typing import Annotated
 import typer
 
 import m6
-from m6.cli.failures import is_full_disk, is_out_of_memory, tell_job
 from m6.cli.options import ConfigFile, NewRunFolder, Overrides, ProfileFile, Restart, RunFolder, check_file
-from m6.cli.process import check_address_space, keep_bars_out_of_logs, print_any_name, quick_imports
+from m6.cli.process import (
+    check_address_space,
+    is_full_disk,
+    is_out_of_memory,
+    keep_bars_out_of_logs,
+    print_any_name,
+    quick_imports,
+    tell_job,
+)
 from m6.errors import RetryableError, UserError
 from m6.runs.signals import StopFlag, end_with_launcher
 
@@ -175,24 +182,6 @@ def train_image_tokenizer(
 
 
 @app.command()
-def delink(
-    run: RunFolder,
-    out: Annotated[Path, typer.Option("--out", help="folder of the Real run; must not exist or be empty")],
-) -> None:
-    """Makes a Real run from a Pseudo run's newest checkpoint; m6 pretrain continues it on any number of ranks.
-
-    The same command runs under torchrun, deepspeed and srun.
-    """
-    from m6.checkpoints.delink import delink_run
-    from m6.runs.processes import start
-
-    runtime = start()
-    written = delink_run(run, out, runtime)
-    if runtime.is_main:
-        print(written)
-
-
-@app.command()
 def evaluate(
     run: RunFolder,
     rows: Annotated[
@@ -290,34 +279,14 @@ def plot(
 @functools.cache
 def _mount_commands() -> None:
     """Adds the commands of the other modules, once per process."""
-    from m6.cli.classify import classify
-    from m6.cli.corpus import corpus, report
+    from m6.cli.checkpoints import delink, export, verify
     from m6.cli.data import app as data_app
-    from m6.cli.data import codes, tokenizer
-    from m6.cli.downstream import downstream
-    from m6.cli.export import export
-    from m6.cli.generate import generate
-    from m6.cli.pictures import evaluate_pictures
+    from m6.cli.inference import classify, generate, serve
     from m6.cli.plan import app as plan_app
-    from m6.cli.replan import replan
-    from m6.cli.serve import serve
-    from m6.cli.tasks import evaluate_tasks
-    from m6.cli.verify import verify
+    from m6.cli.scores import downstream, evaluate_pictures, evaluate_tasks
 
-    app.command()(export)
-    app.command()(evaluate_pictures)
-    app.command()(evaluate_tasks)
-    app.command()(generate)
-    app.command()(classify)
-    app.command()(serve)
-    app.command()(downstream)
-    app.command()(verify)
-    plan_app.command()(replan)
-    data_app.command()(tokenizer)
-    data_app.command()(codes)
-    data_app.command()(corpus)
-    data_app.command()(report)
-
+    for command in (delink, export, evaluate_pictures, evaluate_tasks, generate, classify, serve, downstream, verify):
+        app.command()(command)
     app.add_typer(data_app, name="data", help="Build data sets and tokenizers.")
     app.add_typer(plan_app, name="plan", help="Choose a layout for a run on a cluster; predict memory and step time.")
 

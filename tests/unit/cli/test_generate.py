@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 from PIL import Image
 
-from m6.cli.generate import read_captions
+from m6.cli.inference import read_captions
 from m6.errors import UserError
 from m6.generation.pipeline import M6TextToImagePipeline
 from tests.fixtures.command import m6, user_error

@@ -1,13 +1,15 @@
-"""``m6 evaluate-pictures``: measures the quality of generated images."""
+"""``m6 evaluate-pictures``, ``m6 evaluate-tasks`` and ``m6 downstream``: scores of what a model generates."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from m6.cli.options import check_report
+from m6.cli.options import check_file, check_report
+from m6.errors import UserError
 
 
 def evaluate_pictures(
@@ -42,7 +44,7 @@ def evaluate_pictures(
     """Evaluates generated pictures: accuracy of a classifier trained on real ones, FID and KID, search for copies."""
     out = out or generated / "report.md"
     check_report(out)
-    from m6.cli.generate import read_captions
+    from m6.cli.inference import read_captions
     from m6.data.manifest import Manifest
     from m6.evaluation.pictures.distances import open_inception
     from m6.evaluation.pictures.generated import load_generated
@@ -70,3 +72,42 @@ def evaluate_pictures(
     write_json(out.with_suffix(".json"), report.document())
     write_text(out, markdown(report))
     print(markdown(report), end="")
+
+
+def evaluate_tasks(
+    run: Annotated[Path, typer.Argument(help="the folder of a run, or of an exported model")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help='the data folder of m6_reviews and m6_news, made by "m6 data build reviews inews"'),
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="m6_reviews, m6_news, or a task of lm_eval; can be repeated; default: the first two"),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="rows of a forward pass")] = 16,
+    max_rows: Annotated[int | None, typer.Option(min=1, help="most rows of each task; default: all")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON with the scores; default RUN/tasks.json")] = None,
+) -> None:
+    """Scores a model on tasks of lm-evaluation-harness: likelihoods of answers, perplexity, generated texts."""
+    check_file(out or run / "tasks.json", "the JSON file")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError('evaluate-tasks needs the package lm_eval: pip install "m6-recipes[harness]"')
+    from m6.evaluation.harness.scores import OWN_TASKS, write_scores
+
+    print(write_scores(run, data, task or OWN_TASKS, out or run / "tasks.json", batch_size, max_rows))
+
+
+def downstream(
+    run: Annotated[Path, typer.Argument(help="the folder of a run")],
+    out: Annotated[Path | None, typer.Option(help="Markdown to write; default RUN/downstream.md")] = None,
+    max_rows: Annotated[int, typer.Option(min=1, help="most test rows of each source")] = 200,
+) -> None:
+    """Scores a fine-tuned run on captions, labels, matches and answers, with baselines on the same rows."""
+    for package in ("sacrebleu", "sklearn"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f'downstream needs the package {package}: pip install "m6-recipes[downstream]"')
+    out = out or run / "downstream.md"
+    check_report(out)
+    from m6.evaluation.downstream.tasks import write_downstream
+
+    print(write_downstream(run, out, max_rows).read_text(encoding="utf-8"))
