@@ -46,10 +46,9 @@ def evaluate_pictures(
     check_report(out)
     from m6.cli.inference import read_captions
     from m6.data.manifest import Manifest
-    from m6.evaluation.pictures.distances import open_inception
-    from m6.evaluation.pictures.generated import load_generated
+    from m6.evaluation.pictures.captioned import load_generated, load_real
+    from m6.evaluation.pictures.comparison import open_inception
     from m6.evaluation.pictures.judge import JudgeSettings, load_or_train_judge
-    from m6.evaluation.pictures.real import load_real
     from m6.evaluation.pictures.report import evaluate_pictures as compare
     from m6.evaluation.pictures.report import judged_part, markdown
     from m6.files import write_json, write_text
@@ -92,7 +91,7 @@ def evaluate_tasks(
     check_file(out or run / "tasks.json", "the JSON file")
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError('evaluate-tasks needs the package lm_eval: pip install "m6-recipes[harness]"')
-    from m6.evaluation.harness.scores import OWN_TASKS, write_scores
+    from m6.evaluation.harness.adapter import OWN_TASKS, write_scores
 
     print(write_scores(run, data, task or OWN_TASKS, out or run / "tasks.json", batch_size, max_rows))
 

@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from m6.errors import UserError
-from m6.evaluation.pictures.accuracy import Accuracy, accuracy
-from m6.evaluation.pictures.copies import COPY_PSNR_DB, find_nearest
-from m6.evaluation.pictures.distances import Distances, distances_by_inception, distances_of_features
-from m6.evaluation.pictures.generated import CaptionedPictures
-from m6.evaluation.pictures.judge import Judge
-from m6.evaluation.pictures.real import RealPictures
+from m6.evaluation.pictures.captioned import CaptionedPictures, RealPictures
+from m6.evaluation.pictures.comparison import (
+    COPY_PSNR_DB,
+    Distances,
+    distances_by_inception,
+    distances_of_features,
+    find_nearest,
+)
+from m6.evaluation.pictures.judge import Accuracy, Judge, accuracy
 from m6.formatting import markdown_table
 
 

@@ -25,7 +25,7 @@ from m6.data.pictures import decode_batch, to_bytes, to_unit_range
 from m6.data.reader import open_split
 from m6.data.sources.shapes import COLOURS, HELD_OUT, SHAPES, outline
 from m6.errors import UserError
-from m6.evaluation.pictures.generated import CaptionedPictures, load_generated
+from m6.evaluation.pictures.captioned import CaptionedPictures, load_generated
 from m6.tokenizers.image import load_image_tokenizer
 
 NUM_REAL = 400

@@ -22,8 +22,8 @@ from m6.data.pictures import decode_batch
 from m6.data.reader import open_split
 from m6.data.sources.emoji import NUM_SILHOUETTES, SILHOUETTE, colours, in_colour, left_out, styled
 from m6.errors import UserError
-from m6.evaluation.downstream.estimates import share
-from m6.evaluation.pictures.generated import CaptionedPictures, load_generated
+from m6.evaluation.downstream.metrics import share
+from m6.evaluation.pictures.captioned import CaptionedPictures, load_generated
 from m6.evaluation.pictures.judge import Judge, JudgeSettings, train_judge
 
 SOURCE = "emoji_styles"

@@ -10,12 +10,15 @@ from PIL import Image
 from m6.data.manifest import Manifest, Origin, SourceEntry, SplitEntry
 from m6.data.shards import ShardWriter
 from m6.errors import UserError
-from m6.evaluation.pictures.accuracy import accuracy
-from m6.evaluation.pictures.copies import find_nearest
-from m6.evaluation.pictures.distances import KID_SUBSET_SIZE, Distances, distances_of_features, open_inception
-from m6.evaluation.pictures.generated import CaptionedPictures, load_generated
-from m6.evaluation.pictures.judge import Judge, JudgeSettings, load_or_train_judge, train_judge
-from m6.evaluation.pictures.real import load_real
+from m6.evaluation.pictures.captioned import CaptionedPictures, load_generated, load_real
+from m6.evaluation.pictures.comparison import (
+    KID_SUBSET_SIZE,
+    Distances,
+    distances_of_features,
+    find_nearest,
+    open_inception,
+)
+from m6.evaluation.pictures.judge import Judge, JudgeSettings, accuracy, load_or_train_judge, train_judge
 from m6.evaluation.pictures.report import SEEN, UNSEEN, evaluate_pictures, markdown
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.tiny_data import _COLOURS, _SHAPES, draw_shape

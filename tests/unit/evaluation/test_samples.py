@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from m6.data.manifest import Manifest
-from m6.evaluation.samples import SHOWN, write_samples
+from m6.evaluation.report import SHOWN, write_samples
 from tests.fixtures.tiny_data import build_tiny_data
 
 

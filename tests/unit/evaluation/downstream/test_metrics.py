@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from m6.data.objectives import Example
-from m6.evaluation.downstream.estimates import Estimate, bootstrap, share
 from m6.evaluation.downstream.metrics import (
     RANKS,
+    Estimate,
     LabelledTexts,
     bleu,
+    bootstrap,
     chance,
     chrf,
     found_at,
@@ -21,6 +22,7 @@ from m6.evaluation.downstream.metrics import (
     nats_by_ngrams,
     nearest_pictures,
     predict_by_word_counts,
+    share,
 )
 from m6.tokenizers import load_text_tokenizer
 from tests.fixtures.tiny_data import build_tiny_tokenizer, draw_shape

@@ -1,4 +1,4 @@
-"""FID and KID between two sets of images, on features of the judge or of Inception."""
+"""Comparison of two sets of images: FID and KID on features of the judge or of Inception, and a search for copies."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from m6.errors import UserError
-from m6.evaluation.pictures.generated import CaptionedPictures
+from m6.evaluation.pictures.captioned import CaptionedPictures
+from m6.evaluation.reconstruction import psnr_of_mse
 
 KID_SUBSETS, KID_SUBSET_SIZE = 50, 100
 _BATCH_SIZE = 64
@@ -91,3 +93,39 @@ def distances_by_inception(found: CaptionedPictures, expected: CaptionedPictures
 def _apply(network: nn.Module, pictures: CaptionedPictures) -> Tensor:
     pixels = torch.from_numpy(pictures.pixels).permute(0, 3, 1, 2)
     return torch.cat([network(batch) for batch in pixels.split(_BATCH_SIZE)])
+
+
+COPY_PSNR_DB = 24.0  # PSNR of a good reconstruction; from this PSNR to a training image on, an image is a copy
+_IMAGES_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The nearest image of a set for each of n images: its index ``[n]``, and the PSNR to it in dB ``[n]``."""
+
+    place: np.ndarray
+    psnr_db: np.ndarray
+
+    @property
+    def copies(self) -> float:
+        """Share of the images with a PSNR of at least COPY_PSNR_DB to the nearest image."""
+        return float((self.psnr_db >= COPY_PSNR_DB).mean())
+
+
+def find_nearest(pictures: CaptionedPictures, among: CaptionedPictures) -> Nearest:
+    """Finds the nearest image of ``among`` for each image, by the squared difference of pixels."""
+    queries = _flat(pictures.pixels)
+    best = torch.full((len(queries),), torch.inf)
+    place = torch.zeros(len(queries), dtype=torch.int64)
+    # In batches: for a large set the matrix of all distances would not fit into memory.
+    for first in range(0, len(among), _IMAGES_AT_ONCE):
+        distance, index = torch.cdist(queries, _flat(among.pixels[first : first + _IMAGES_AT_ONCE])).min(dim=1)
+        nearer = distance < best
+        best = torch.where(nearer, distance, best)
+        place = torch.where(nearer, index + first, place)
+    mse = best.double().square() / queries.shape[1]
+    return Nearest(place.numpy(), psnr_of_mse(mse).numpy())
+
+
+def _flat(pixels: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(pixels).flatten(1).float() / 255
