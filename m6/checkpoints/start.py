@@ -11,7 +11,7 @@ from m6.config.run import RunConfig
 from m6.data.pretraining import PretrainingData
 from m6.runs.data import check_sources_are_read, check_sources_unchanged, data_warnings
 from m6.runs.directory import RunDirectory
-from m6.runs.placement import misplacement
+from m6.runs.environment import misplacement
 
 
 def check_start(config: RunConfig, run: RunDirectory, data: PretrainingData, restart: bool) -> None:

@@ -26,7 +26,7 @@ from m6.cli.process import (
     tell_job,
 )
 from m6.errors import RetryableError, UserError
-from m6.runs.signals import StopFlag, end_with_launcher
+from m6.runs.signals import StopFlag, answer_sigquit, end_with_launcher
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -98,8 +98,6 @@ def _train(
     restart: bool = False,
     from_scratch: bool = False,
 ) -> None:
-    from m6.runs.evidence import answer_sigquit
-
     # Before the slow imports below, to catch signals during them.
     stop_flag = StopFlag()
     answer_sigquit()

@@ -40,11 +40,9 @@ from m6.formatting import format_bytes, markdown_table, perplexity
 from m6.generation.captioning import caption, continue_as_learned
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
 from m6.runs.data import open_data
-from m6.runs.directory import RunDirectory
-from m6.runs.hardware import hardware
-from m6.runs.noise_scale import noise_scale
+from m6.runs.directory import RunDirectory, noise_scale
 from m6.runs.processes import default_device
-from m6.runs.provenance import read_attempts
+from m6.runs.provenance import hardware, read_attempts
 from m6.tokenizers.processor import M6Processor
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
+from huggingface_hub import HfApi, constants, get_token, split_state_dict_into_shards_factory
+from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -143,3 +145,45 @@ def _set_auto_maps(folder: Path) -> None:
         section = document if key is None else document[key]
         section["auto_map"] = AUTO_MAP
         write_json(folder / file, document)
+
+
+def check_push(name: str) -> None:
+    """Checks the name, the network and the token of an upload, before the export.
+
+    Raises:
+        UserError: one of them is missing or invalid.
+    """
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"--push {name!r}: {error}") from None
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(
+            f"--push {name}: HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or leave out --push"
+        )
+    if get_token() is None:
+        raise UserError(f'--push {name}: no token for the Hub; run "hf auth login", or set HF_TOKEN')
+
+
+def push(folder: Path, name: str) -> str:
+    """Uploads an exported model; the repository is made private if it does not exist.
+
+    Args:
+        folder: written by ``export_hf``.
+        name: of the repository, such as ``user/model``.
+
+    Returns:
+        the address of the upload.
+
+    Raises:
+        UserError: the Hub cannot be reached, or refuses; the folder stays and can be uploaded later.
+    """
+    check_push(name)
+    api = HfApi()
+    try:
+        repository = api.create_repo(name, private=True, exist_ok=True).repo_id
+        commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Upload {folder.name}")
+    except (HTTPError, OSError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"--push {name}: {reason[0]}; the model is in {folder}: hf upload {name} {folder}") from None
+    return commit.commit_url

@@ -18,8 +18,7 @@ from m6.data.objectives import OBJECTIVES
 from m6.errors import UserError
 from m6.evaluation.baselines import ORDERS, read_baselines
 from m6.plots.style import plotting, save_figure
-from m6.runs.directory import RunDirectory
-from m6.runs.noise_scale import noise_scale
+from m6.runs.directory import RunDirectory, noise_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -33,7 +33,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -445,3 +445,17 @@ def _without_nonfinite(value: Any) -> Any:
 def _precedes_config(name: str) -> bool:
     """Whether a file may be older than config.json: of the job scripts, or of an attempt starting or killed early."""
     return name in ("slurm", "lock") or (name.startswith(".config.json.") and name.endswith(".tmp"))
+
+
+def noise_scale(entries: Iterable[dict[str, Any]]) -> float | None:
+    """The noise scale in samples: a ratio of means over lines, see ``m6.training.reporting.noise``.
+
+    Args:
+        entries: lines of metrics.jsonl.
+
+    Returns:
+        None without estimates, or if the estimate of the squared gradient is not positive: noise hides it.
+    """
+    found = [entry["gradient_noise"] for entry in entries if "gradient_noise" in entry]
+    squared_gradient = sum(entry["squared_gradient"] for entry in found)
+    return sum(entry["variance"] for entry in found) / squared_gradient if squared_gradient > 0 else None

@@ -14,15 +14,19 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
 from m6.config.run import RunConfig
+from m6.data.workers import usable_cores
 from m6.errors import UserError
 from m6.files import copy_folder, write_json, write_text
 from m6.lock import new_folder
-from m6.runs.placement import misplacement
+from m6.runs.environment import misplacement
+
+if TYPE_CHECKING:
+    import torch
 
 SNAPSHOT = "snapshot.json"
 _COPIED = ("m6", "moe", "native", "offload", "scripts/slurm")
@@ -134,7 +138,6 @@ def record_attempt(attempt: Path, config: RunConfig, world_size: int, nodes: Seq
     Args:
         nodes: the name of the node of each rank, if it is known.
     """
-    from m6.runs.hardware import hardware  # with torch, as an attempt has it; readers need none
     from m6.runs.processes import default_device
 
     attempt.mkdir()
@@ -167,3 +170,21 @@ def _commit_and_patch(source: Path) -> tuple[str | None, str]:
         commit = json.loads((source / SNAPSHOT).read_text(encoding="utf-8"))["git_commit"]
         return commit, patch.read_text(encoding="utf-8") if patch.exists() else ""
     return git(source, "rev-parse", "HEAD").strip() or None, git(source, "diff", "HEAD")
+
+
+def hardware(device: torch.device) -> str:
+    """Returns a description of this machine: CPU model, usable cores, GPUs."""
+    import torch  # an attempt has it; readers need none
+
+    cores = usable_cores()
+    text = f"{_cpu_model()}, {cores} core{'' if cores == 1 else 's'}"
+    if device.type == "cuda":
+        text += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"
+    return text
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, PositiveInt, model_validator
 
-from m6.runs.placement import DISTRIBUTION
+from m6.runs.environment import DISTRIBUTION
 from m6.shipped import shipped_file
 from m6.validation import Section, read_model
 

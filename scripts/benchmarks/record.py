@@ -17,8 +17,8 @@ import torch
 
 from m6.files import write_json, write_text
 from m6.formatting import markdown_table
-from m6.runs.hardware import hardware
 from m6.runs.processes import default_device
+from m6.runs.provenance import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"

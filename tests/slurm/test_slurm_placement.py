@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from m6.config.run import parse_config
-from m6.runs.placement import DISTRIBUTION, misplacement
+from m6.runs.environment import DISTRIBUTION, misplacement
 from m6.slurm.job import JobDescription
 from tests.fixtures.tiny_run import tiny_document
 from tests.slurm.cluster import LocalCluster, wait_until

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from m6.config.run import load_config
 from m6.data.collate import MicroBatch
-from m6.runs.directory import RunDirectory
-from m6.runs.noise_scale import noise_scale
+from m6.runs.directory import RunDirectory, noise_scale
 from m6.runs.processes import Runtime, start
 from m6.training.loop import Trainer
 from m6.training.reporting.outcome import StepOutcome

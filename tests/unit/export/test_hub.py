@@ -6,15 +6,15 @@ import pytest
 from huggingface_hub.errors import HTTPError
 
 from m6.errors import UserError
-from m6.export import hub
+from m6.export import folder
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.fabricated_run import write_run_and_data
 
 
 @pytest.fixture
 def online(monkeypatch):
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "get_token", lambda: "token")
+    monkeypatch.setattr(folder.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(folder, "get_token", lambda: "token")
 
 
 @pytest.fixture
@@ -31,13 +31,13 @@ def uploads(online, monkeypatch):
             calls.append(("upload_folder", repo_id, sorted(path.name for path in folder_path.iterdir())))
             return SimpleNamespace(commit_url=f"the-hub/{repo_id}")
 
-    monkeypatch.setattr(hub, "HfApi", Api)
+    monkeypatch.setattr(folder, "HfApi", Api)
     return calls
 
 
 def test_the_folder_is_uploaded_to_a_private_repository(uploads, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    assert hub.push(tmp_path, "model") == "the-hub/me/model"
+    assert folder.push(tmp_path, "model") == "the-hub/me/model"
     assert uploads == [
         ("create_repo", "model", {"private": True, "exist_ok": True}),
         ("upload_folder", "me/model", ["config.json"]),
@@ -57,11 +57,11 @@ def test_mistakes_are_found_before_the_export(monkeypatch, tmp_path):
         assert not (tmp_path / "hf").exists()
         return message
 
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(folder.constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in refused("me/model")
     assert "'a/b/c'" in refused("a/b/c")
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "get_token", lambda: None)
+    monkeypatch.setattr(folder.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(folder, "get_token", lambda: None)
     assert "hf auth login" in refused("me/model")
 
 
@@ -70,6 +70,6 @@ def test_a_failed_upload_says_how_to_go_on(online, monkeypatch, tmp_path, error)
     def fail(self, name, **options):
         raise error
 
-    monkeypatch.setattr(hub.HfApi, "create_repo", fail)
+    monkeypatch.setattr(folder.HfApi, "create_repo", fail)
     with pytest.raises(UserError, match=f"{str(error).splitlines()[0]}; the model is in .*hf upload me/model"):
-        hub.push(tmp_path, "me/model")
+        folder.push(tmp_path, "me/model")

@@ -14,7 +14,7 @@ from m6.runs.signals import stopping_signals
 
 STUCK = """
 import os, time
-from m6.runs.evidence import answer_sigquit
+from m6.runs.signals import answer_sigquit
 answer_sigquit()
 import torch
 import torch.distributed as dist

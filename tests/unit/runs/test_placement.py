@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from m6.config.run import RunConfig, parse_config
-from m6.runs.placement import misplacement
+from m6.runs.environment import misplacement
 from moe import MoEConfig
 from moe.exchange_steps import exchange_steps
 from moe.exchange_traffic import exchange_traffic

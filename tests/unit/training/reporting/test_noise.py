@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from m6.runs.noise_scale import noise_scale
+from m6.runs.directory import noise_scale
 from m6.runs.signals import Requests
 
 
