@@ -77,7 +77,7 @@ def compute_baselines(
 
     Every training row of the objective's sources is used once; the sources' weights in the mixture are ignored. The
     n-gram models have the vocabulary of the run's model, so the losses are comparable. The loss of the run's model is
-    normalised within the codebook of each position (:mod:`m6.model.losses`). The unigram model does not see positions,
+    normalised within the codebook of each position (:mod:`m6.model.outputs`). The unigram model does not see positions,
     so its loss is normalised within the codebook in the same way.
     """
     losses: Baselines = {}

@@ -20,7 +20,7 @@ from m6.architecture.special_tokens import SOURCE, TARGET
 from m6.config.checks import check_captions
 from m6.errors import UserError
 from m6.generation.sampling import CodeGrid, Sampling, draw_by_numbers, uniform_numbers
-from m6.model.inputs import derive_position_ids
+from m6.model.embeddings import derive_position_ids
 
 if TYPE_CHECKING:
     from m6.model.modeling import M6ForConditionalGeneration

@@ -11,10 +11,10 @@ from transformers import (
 )
 
 from m6.architecture.configuration import M6Config
-from m6.model.counting import num_parameters
 from m6.model.initialization import initialize_parameters
 from m6.model.modeling import M6ForConditionalGeneration, M6Model
 from m6.model.outputs import M6ModelOutput, M6Output
+from m6.model.parameters import num_parameters
 from m6.tokenizers import M6ImageProcessor, M6Processor, M6Tokenizer
 
 # Lets the ``from_pretrained`` of the Auto classes load exports of ``m6 export``.

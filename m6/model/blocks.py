@@ -10,8 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from m6.architecture.settings import ModelSettings
-from m6.model.attention import Attention
-from m6.model.rotary import Rotation
+from m6.model.attention import Attention, Rotation
 from m6.model.slices import SliceCache
 from moe import DeferredLinear, MoELayer, MoEOutput, RoutingStats, defer_gradients
 

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from m6.architecture.configuration import M6Config
 from m6.decoding import TEMPERATURE, Decoding
 from m6.errors import UserError
-from m6.model.inputs import derive_position_ids, derive_token_type_ids
+from m6.model.embeddings import derive_position_ids, derive_token_type_ids
 
 _DECODINGS, _TEMPERATURE = "code_decodings", "code_temperature"
 _OBJECTIVES = "learned_objectives"

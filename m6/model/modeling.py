@@ -13,15 +13,12 @@ from m6.architecture.configuration import M6Config
 from m6.architecture.settings import ModelSettings
 from m6.architecture.special_tokens import IGNORED_LABEL, TARGET
 from m6.errors import UserError
-from m6.model.attention import prefix_lm_mask
+from m6.model.attention import Rotation, prefix_lm_mask, rotation_of
 from m6.model.blocks import M6Block, run_blocks, seed_layer
-from m6.model.embeddings import M6Embeddings
+from m6.model.embeddings import M6Embeddings, derive_position_ids, derive_token_type_ids
 from m6.model.generation import M6GenerationMixin
 from m6.model.initialization import initialize_parameters
-from m6.model.inputs import derive_position_ids, derive_token_type_ids
-from m6.model.losses import losses_of_logits, losses_of_states
-from m6.model.outputs import M6ModelOutput, M6Output
-from m6.model.rotary import Rotation, rotation_of
+from m6.model.outputs import M6ModelOutput, M6Output, losses_of_logits, losses_of_states
 from moe import RoutingStats
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from m6.formatting import markdown_table
-from m6.model.counting import num_parameters
+from m6.model.parameters import num_parameters
 from m6.planning.cost.compute_time import StepTime
 from m6.planning.cost.step_time import TimeModel
 from m6.planning.loss import LossPrediction, loss_document, loss_line, predicted_loss

@@ -18,7 +18,7 @@ from m6.architecture.settings import ModelSettings
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.formatting import markdown_table
-from m6.model.counting import num_parameters
+from m6.model.parameters import num_parameters
 from m6.shipped import CONFIGS
 from m6.validation import Section, read_model
 

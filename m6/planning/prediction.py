@@ -15,7 +15,7 @@ from m6.config.run import RunConfig, load_config
 from m6.errors import UserError
 from m6.files import parse_object, write_json
 from m6.formatting import format_bytes, format_mib, markdown_table
-from m6.model.counting import num_parameters
+from m6.model.parameters import num_parameters
 from m6.planning.cost.batch_shape import BatchShape, full_row
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryFootprint, MemoryModel

@@ -15,7 +15,7 @@ from m6.config.run import RunConfig, load_config
 from m6.errors import UserError
 from m6.files import write_text
 from m6.formatting import markdown_table
-from m6.model.counting import num_parameters
+from m6.model.parameters import num_parameters
 from m6.planning.booking import StageBooking, book_stage, booking, format_days
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.search.planner import Planner

@@ -7,9 +7,8 @@ import torch.distributed as dist
 
 from m6.architecture.sharing import Sharing
 from m6.config.run import RunConfig
-from m6.model.adapters import add_adapters
 from m6.model.modeling import M6ForConditionalGeneration
-from m6.model.sharing import share_layers
+from m6.model.parameters import add_adapters, share_layers
 from moe.expert_parallel import apply_expert_parallelism
 
 

@@ -14,7 +14,7 @@ from m6.data.collate import MicroBatch
 from m6.model import stages
 from m6.model.attention import Attention
 from m6.model.outputs import M6Output
-from m6.model.turns import take_turns
+from m6.model.stages import take_turns
 from m6.runs.data import open_data
 from m6.runs.processes import start
 from m6.training.engine.build import build_engine

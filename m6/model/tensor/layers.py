@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from m6.architecture.received import PlacementName
 from m6.architecture.settings import ModelSettings
 from m6.model.blocks import DenseFFN, M6Block
-from m6.model.tensor.grid import Grid, OwnGroup
-from m6.model.tensor.placement import BY_NAME, Division, Placement, ProductPlacement, Shard
+from m6.model.tensor.placement import BY_NAME, Division, Grid, OwnGroup, Placement, ProductPlacement, Shard
 from moe.activations import ACTIVATIONS
 from moe.experts import SharedExperts
 

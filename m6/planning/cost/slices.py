@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from m6.architecture.settings import ModelSettings
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
-from m6.model.counting import num_parameters
+from m6.model.parameters import num_parameters
 from m6.model.slices import legal_cuts, nearest_cuts
 
 

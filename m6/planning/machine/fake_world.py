@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from m6.model import losses
+from m6.model import outputs
 
 _SMALL_NUMEL = 64  # smaller tensors stay real: scalars, sizes, learning rates
 _aten = torch.ops.aten
@@ -187,7 +187,7 @@ def fake_tensors() -> Iterator[FakeWorld]:
         world,
         mock.patch.object(nn.Module, "_apply", _apply),
         # The loss in one piece, as on a GPU. On a CPU a large micro-batch would have thousands of cache-sized pieces.
-        mock.patch.object(losses, "ROWS_IN_CACHE", sys.maxsize),
+        mock.patch.object(outputs, "ROWS_IN_CACHE", sys.maxsize),
         # No number is computed here, so this machine need not support these types.
         mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True),
         mock.patch.object(get_accelerator(), "is_bf16_supported", return_value=True),

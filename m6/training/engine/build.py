@@ -12,8 +12,7 @@ from m6.config.checks import check_world_size
 from m6.config.run import RunConfig
 from m6.model.initialization import initialize_parameters
 from m6.model.modeling import M6ForConditionalGeneration
-from m6.model.parameter_groups import matrices_of_blocks
-from m6.model.sharing import divide_gradients
+from m6.model.parameters import divide_gradients, matrices_of_blocks
 from m6.model.stages import keep_layers
 from m6.model.tensor.layers import divide_layers
 from m6.runs.processes import Runtime

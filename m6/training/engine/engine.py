@@ -185,7 +185,7 @@ class Engine:
             yield index
 
     def _forward_all(self, batches: Sequence[MicroBatch], seeds: Sequence[int]) -> list[M6Output]:
-        """Runs the model on several interleaved micro-batches, see ``m6.model.turns``, or on a single micro-batch."""
+        """Runs the model on several interleaved micro-batches, see ``m6.model.stages``, or on a single micro-batch."""
         if len(batches) == 1:
             return [self.forward(batches[0], seeds[0])]
         return forward_in_turns(self._deepspeed, batches, seeds, self._device)

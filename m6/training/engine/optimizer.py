@@ -9,7 +9,7 @@ from torch import nn
 
 from m6.architecture.configuration import M6Config
 from m6.config.deepspeed import DeepSpeedSettings
-from m6.model.parameter_groups import matrices_of_blocks, parameter_groups
+from m6.model.parameters import matrices_of_blocks, parameter_groups
 from m6.training.engine.large_batch import Lamb, Lars
 from m6.training.engine.matrices import MatrixLayout, Run
 from m6.training.engine.muon import Muon

@@ -18,7 +18,7 @@ from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.outputs import M6Output
-from m6.model.sharing import share_layers
+from m6.model.parameters import share_layers
 from m6.model.slices import SliceCache
 from m6.model.stages import ModelStage
 from m6.training.engine.clipping import shrink

@@ -6,7 +6,7 @@ import psutil
 import torch
 
 from m6.architecture.settings import ModelSettings
-from m6.model.counting import num_parameters
+from m6.model.parameters import num_parameters
 from offload import CudaDevice
 
 # Peak FLOP/s of dense 16-bit matrix products by the vendors' data sheets; the key is a part of the device's name.

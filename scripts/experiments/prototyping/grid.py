@@ -29,7 +29,7 @@ import numpy as np
 from m6.architecture.settings import ModelSettings
 from m6.config.run import load_config
 from m6.evaluation.baselines import compute_baselines
-from m6.model.counting import num_parameters
+from m6.model.parameters import num_parameters
 from m6.runs.data import open_data
 from m6.runs.processes import start
 from m6.runs.signals import Requests

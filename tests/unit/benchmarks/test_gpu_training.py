@@ -3,7 +3,7 @@
 import re
 
 from m6.config.run import load_config
-from m6.model.counting import num_parameters
+from m6.model.parameters import num_parameters
 from m6.shipped import CONFIGS
 from tests.fixtures.pages import ROOT
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from m6.model.attention import attend_by_products, prefix_lm_mask
-from m6.model.inputs import derive_position_ids, derive_token_type_ids
+from m6.model.embeddings import derive_position_ids, derive_token_type_ids
 
 
 def brute_force_mask(types, samples):

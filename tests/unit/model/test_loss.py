@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoModelForImageTextToText
 
 from m6.errors import UserError
 from m6.model import M6ForConditionalGeneration
-from m6.model.losses import losses_of_logits, losses_of_states
+from m6.model.outputs import losses_of_logits, losses_of_states
 from moe import MoELayer
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from m6.errors import UserError
-from m6.model.rotary import rotate, rotation_of
+from m6.model.attention import rotate, rotation_of
 
 
 def test_pairs_are_turned_as_complex_numbers():

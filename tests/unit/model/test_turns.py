@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from m6.model.turns import Pass, take_turns
+from m6.model.stages import Pass, take_turns
 
 
 def drawing(name: str, pauses: int, events: list[str]) -> Pass[list[float]]:

@@ -6,7 +6,7 @@ import torch
 from m6.architecture.configuration import M6Config
 from m6.architecture.sharing import PARTS, SharedPart, Sharing
 from m6.model import M6ForConditionalGeneration
-from m6.model.sharing import share_layers
+from m6.model.parameters import share_layers
 from m6.model.stages import keep_layers
 from m6.planning.cost.folding import fold
 

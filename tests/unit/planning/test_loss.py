@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from m6.cli.plan import app
 from m6.config.run import load_config
 from m6.errors import UserError
-from m6.model.counting import num_parameters
+from m6.model.parameters import num_parameters
 from m6.planning.loss import (
     Coefficients,
     Range,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from m6.config.run import RunConfig, load_config
-from m6.model.counting import num_parameters
+from m6.model.parameters import num_parameters
 from m6.planning.cost.batch_shape import BatchShape, full_row, scale_batch
 from m6.planning.cost.folding import fold
 from m6.planning.cost.layout import ParallelLayout

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
-from m6.model.parameter_groups import matrices_of_blocks
+from m6.model.parameters import matrices_of_blocks
 from m6.runs.processes import start
 from m6.training.engine.build import build_engine, build_model
 from m6.training.engine.matrices import Run, layout_of_partition

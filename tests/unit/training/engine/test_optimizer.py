@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from m6.config.run import RunConfig, parse_config
-from m6.model.parameter_groups import parameter_groups
+from m6.model.parameters import parameter_groups
 from m6.training.engine.build import build_model
 from m6.training.engine.optimizer import Adafactor, build_optimizer
 from moe import MoEConfig, MoELayer

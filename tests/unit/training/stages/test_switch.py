@@ -14,7 +14,7 @@ from m6.checkpoints.delinked import DelinkedReader
 from m6.checkpoints.format import CheckpointReader
 from m6.checkpoints.fragment import WEIGHT
 from m6.errors import UserError
-from m6.model.counting import num_parameters
+from m6.model.parameters import num_parameters
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.prediction import predict_memory
 from m6.training import checkpointing as checkpoint
