@@ -1,4 +1,4 @@
-"""Embeddings of tokens, patches, positions and segments, the input of the first block; and missing types and positions."""
+"""Embeddings of tokens, patches, positions and segments, the input of the first block, and what is missing for them."""
 
 import torch
 from torch import Tensor, nn

@@ -8,12 +8,16 @@
 501  the model does not draw
 503  the service is stopping, or has too many connections
 504  the deadline passed
+
+Bodies are read and decoded outside of the event loop, before they are queued. Their memory is bounded: the bodies of
+all requests together hold at most ``MAX_HELD_BYTES``, and at most ``NUM_THREADS`` bodies are decoded at the same time.
 """
 
 import asyncio
 import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Annotated, Any, TypeVar
@@ -24,27 +28,129 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from python_multipart import FormParser
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import Field as FormField
+from python_multipart.multipart import File, parse_options_header
 from starlette.requests import ClientDisconnect
 
 from m6.data.sources.pictures import BadPicture, encode_bitmap
 from m6.errors import UserError, nearest
 from m6.serving.batcher import Batcher, QueueFull, Stopping
-from m6.serving.intake import (
-    MAX_BODY_BYTES,
-    BadInput,
-    BodyTooLarge,
-    BodyTooSlow,
-    Intake,
-    TooManyBodies,
-    uploaded_file,
-)
 from m6.serving.tasks import Captioning, CaptionJob, Drawing, DrawJob
 from m6.validation import describe
 
-MAX_TEXT_BYTES = 64 << 10
-WARNINGS = "M6-Warnings"
+MAX_BODY_BYTES = 16 << 20
+MAX_HELD_BYTES = 128 << 20
+BODY_SECONDS = 20.0
+NUM_THREADS = 2
 
 Result = TypeVar("Result")
+
+
+class BadInput(ValueError):
+    """Invalid input from a client; the message names the problem."""
+
+
+class BodyTooLarge(Exception):
+    """A body is larger than its limit."""
+
+
+class BodyTooSlow(Exception):
+    """A body was not complete within ``BODY_SECONDS``."""
+
+
+class TooManyBodies(Exception):
+    """The bodies of all requests together hold ``MAX_HELD_BYTES``."""
+
+
+class Intake:
+    """Reads and decodes the bodies of requests within limits of memory and time."""
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="intake")
+
+    @asynccontextmanager
+    async def body(self, request: Request, max_bytes: int) -> AsyncIterator[bytes]:
+        """Yields the body of a request; its memory counts until the end of the context.
+
+        Raises:
+            BodyTooLarge: the body is larger than ``max_bytes``.
+            BodyTooSlow: the body takes longer than ``BODY_SECONDS``.
+            TooManyBodies: the bodies of other requests leave no room.
+        """
+        parts: list[bytes] = []
+        try:
+            try:
+                await asyncio.wait_for(self._read(request, parts, max_bytes), BODY_SECONDS)
+            except asyncio.TimeoutError:
+                raise BodyTooSlow(f"the body of the request was not complete after {BODY_SECONDS:g} seconds") from None
+            yield b"".join(parts)
+        finally:
+            self.held_bytes -= sum(map(len, parts))
+
+    async def _read(self, request: Request, parts: list[bytes], max_bytes: int) -> None:
+        # Read in parts: the size must be checked before the whole body is in memory.
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > max_bytes:
+                raise BodyTooLarge(f"the body of the request is larger than {_in_units(max_bytes)}")
+            if self.held_bytes + len(part) > MAX_HELD_BYTES:
+                raise TooManyBodies("the bodies of other requests leave no memory for this one")
+            parts.append(part)
+            self.held_bytes += len(part)
+
+    async def run(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """Calls a function in one of ``NUM_THREADS`` threads. A cancelled call is dropped if it has not begun."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    def close(self) -> None:
+        """Ends the threads after their running calls; waiting calls are dropped."""
+        self._threads.shutdown(cancel_futures=True)
+
+
+def uploaded_file(content_type: str, body: bytes) -> bytes:
+    """Returns the file in a body: the body itself, or the one file of a ``multipart/form-data`` form.
+
+    Raises:
+        BadInput: the form is damaged, has other fields, or does not have exactly one file.
+    """
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data":
+        return body
+    files: list[File] = []
+    fields: list[FormField] = []
+    try:
+        # In memory: the limit of the body holds for its files.
+        limits = {"MAX_MEMORY_FILE_SIZE": len(body)}
+        parser = FormParser(
+            "multipart/form-data", fields.append, files.append, boundary=options[b"boundary"], config=limits
+        )
+        parser.write(body)
+        parser.finalize()
+    except (FormParserError, KeyError) as error:
+        raise BadInput(f"the form of the request cannot be read: {error or 'it names no boundary'}") from None
+    if fields:
+        name = (fields[0].field_name or b"").decode("utf-8", "replace")[:64]
+        raise BadInput(
+            f'the form of the request has the field "{name}", expected the picture alone; parameters belong to the '
+            "query, as in /caption?max_new_tokens=24"
+        )
+    if len(files) != 1:
+        raise BadInput(f"the form of the request has {len(files)} files, expected one, as curl -F picture=@FILE sends")
+    file = files[0].file_object
+    file.seek(0)
+    return file.read()
+
+
+def _in_units(number: int) -> str:
+    return f"{number >> 20} MiB" if number >= 1 << 20 else f"{number >> 10} KiB"
+
+
+MAX_TEXT_BYTES = 64 << 10
+WARNINGS = "M6-Warnings"
 
 
 class DeadlinePassed(Exception):

@@ -27,8 +27,7 @@ from m6.generation.pipeline import M6TextToImagePipeline
 from m6.generation.sampling import Sampling
 from m6.runs.processes import default_device
 from m6.serving.app import create_app
-from m6.serving.batcher import Batcher, plan_by_arrival
-from m6.serving.costs import MeasuredTask, plan_by_costs
+from m6.serving.batcher import Batcher, MeasuredTask, plan_by_arrival, plan_by_costs
 from m6.serving.tasks import Captioning, Drawing
 
 MAX_CONNECTIONS = 256

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from m6 import files
-from m6.serving.batcher import Batcher, cost_grid, plan_by_arrival
-from m6.serving.costs import plan_by_costs
+from m6.serving.batcher import Batcher, cost_grid, plan_by_arrival, plan_by_costs
 
 
 class Lengths:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from m6.serving import app as app_module
-from m6.serving import intake, server
+from m6.serving import server
 from tests.fixtures.services import serve
 
 PICTURE = b"a picture"
@@ -19,7 +19,7 @@ PICTURE = b"a picture"
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """A server whose pictures are what the client sends."""
-    monkeypatch.setattr(app_module, "open_picture", lambda kind, body, size: intake.uploaded_file(kind, body))
+    monkeypatch.setattr(app_module, "open_picture", lambda kind, body, size: app_module.uploaded_file(kind, body))
     with serve() as where:
         yield where
 
@@ -112,7 +112,7 @@ def test_more_connections_than_allowed(address: tuple[str, int], monkeypatch: py
 
 
 def test_a_body_that_never_ends(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(intake, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(app_module, "BODY_SECONDS", 0.2)
     with connect(address) as client:
         client.sendall(post(100) + b"x" * 50)
         answer = read_all(client)  # the connection is closed, too
@@ -137,7 +137,7 @@ def test_the_deadline_covers_decoding(address: tuple[str, int], monkeypatch: pyt
         return body
 
     monkeypatch.setattr(app_module, "open_picture", decode)
-    clients = [connect(address) for _ in range(intake.NUM_THREADS + 2)]
+    clients = [connect(address) for _ in range(app_module.NUM_THREADS + 2)]
     for client in clients:
         client.sendall(post(len(PICTURE), path="/caption?deadline_s=3") + PICTURE)
     assert [read_answer(client)[0] for client in clients] == [504] * len(clients)
@@ -145,7 +145,7 @@ def test_the_deadline_covers_decoding(address: tuple[str, int], monkeypatch: pyt
     monkeypatch.undo()
     monkeypatch.setattr(app_module, "open_picture", lambda kind, body, size: body)
     assert works(address)
-    assert len(decoded) == intake.NUM_THREADS  # those that still waited for a thread are not decoded for nobody
+    assert len(decoded) == app_module.NUM_THREADS  # those that still waited for a thread are not decoded for nobody
     for client in clients:
         client.close()
 
@@ -161,7 +161,7 @@ def test_a_body_that_is_too_large(address: tuple[str, int], monkeypatch: pytest.
 
 
 def test_bodies_share_a_memory(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(intake, "MAX_HELD_BYTES", 1000)
+    monkeypatch.setattr(app_module, "MAX_HELD_BYTES", 1000)
     with connect(address) as unfinished:
         unfinished.sendall(post(901) + b"x" * 900)
         status = 0
