@@ -34,8 +34,7 @@ from m6.files import cut_lines_after, parse_object, write_json, write_text
 from m6.formatting import log_line
 from m6.lock import FolderLock
 from m6.model.patch_encoders import check_patch_encoder
-from m6.tokenizers.image.modeling import M6ImageTokenizer
-from m6.tokenizers.image.networks import ResBlock
+from m6.tokenizers.image.modeling import M6ImageTokenizer, ResBlock
 from m6.training.engine.clipping import PartGroups, gradient_norm, shrink
 from m6.training.engine.matrices import MatrixLayout, Run
 from m6.training.engine.muon import Muon
