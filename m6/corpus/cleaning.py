@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from PIL import Image
 
-from m6.corpus.documents import DocumentWriter
 from m6.corpus.picture_copies import PictureWriter
 from m6.corpus.reading import read_part
 from m6.corpus.recipe import CorpusRecipe, FilterSettings, PictureFilterSettings
@@ -28,8 +27,8 @@ from m6.corpus.rules import (
 )
 from m6.corpus.tally import Tally
 from m6.corpus.text_copies import write_signatures
-from m6.corpus.work import Work
-from m6.data.checking import check_row
+from m6.corpus.work import DocumentWriter, Work
+from m6.data.build import check_row
 from m6.data.sources.base import Row, count_unread
 from m6.data.sources.local import group_of_text
 from m6.data.sources.pictures import BadPicture, Decoded, decode, on_white, square

@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from m6 import files
-from m6.corpus.documents import read_document, read_documents
 from m6.corpus.plan import Plan
 from m6.corpus.selection import KEPT, REASONS
 from m6.corpus.tally import KEPT as KEPT_SAMPLES
 from m6.corpus.tally import SAMPLE_CHARS, Tally, small_picture
 from m6.corpus.text_copies import hashes_of_set, ngram_hashes, read_index, shares_ngram, write_index
-from m6.corpus.work import Work
+from m6.corpus.work import Work, read_document, read_documents
 from m6.data.manifest import MANIFEST_NAME, SPLITS, Manifest, Shard, SourceEntry, Split, SplitEntry
 from m6.data.overlap import Contents, count_groups, known_keys
 from m6.data.shards import SplitWriters, describe_source

@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from m6.corpus.documents import Ranking, read_ranking
 from m6.corpus.picture_copies import picture_pairs
 from m6.corpus.plan import Part
 from m6.corpus.tally import Tally
 from m6.corpus.text_copies import find_clusters
-from m6.corpus.work import Work, mismatched
+from m6.corpus.work import Ranking, Work, mismatched, read_ranking
 from m6.errors import UserError
 from m6.files import atomic_path
 

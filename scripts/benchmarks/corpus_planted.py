@@ -21,13 +21,12 @@ from typing import Any
 import numpy as np
 from record import Recorder
 
-from m6.corpus.documents import read_documents
 from m6.corpus.plan import make_plan
 from m6.corpus.recipe import CorpusRecipe, FilterSettings
 from m6.corpus.rules import compared_form, mask_personal_data, stored_form, without_marks
 from m6.corpus.selection import NEAR
 from m6.corpus.stages import run_task
-from m6.corpus.work import prepare, work_folder
+from m6.corpus.work import prepare, read_documents, work_folder
 from m6.data.sources import SourceOptions, find_source
 from m6.files import cache_folder
 from m6.validation import validate

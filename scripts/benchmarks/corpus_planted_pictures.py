@@ -26,13 +26,12 @@ from photographs import backgrounds, photographs
 from PIL import Image
 from record import Recorder
 
-from m6.corpus.documents import read_documents
 from m6.corpus.picture_copies import PictureWriter, picture_pairs, write_picture_pairs
 from m6.corpus.plan import make_plan
 from m6.corpus.recipe import CorpusRecipe
 from m6.corpus.selection import KEPT
 from m6.corpus.stages import run_task
-from m6.corpus.work import prepare, work_folder
+from m6.corpus.work import prepare, read_documents, work_folder
 from m6.data.sources import SourceOptions, find_source
 from m6.data.sources.pictures import decode, on_white
 from m6.files import cache_folder

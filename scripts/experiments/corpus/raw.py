@@ -22,7 +22,7 @@ from m6.corpus.plan import make_plan
 from m6.corpus.reading import read_part
 from m6.corpus.recipe import CorpusRecipe, load_recipe
 from m6.corpus.text_copies import ngram_hashes, shares_ngram
-from m6.data.checking import check_row
+from m6.data.build import check_row
 from m6.data.manifest import Manifest, Split
 from m6.data.reader import open_split
 from m6.files import atomic_path

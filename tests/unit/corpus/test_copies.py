@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m6.corpus.documents import Ranking
 from m6.corpus.launch import make_corpus
 from m6.corpus.recipe import NearDuplicateSettings
 from m6.corpus.rules import compared_form, without_marks
@@ -21,6 +20,7 @@ from m6.corpus.text_copies import (
     write_pairs,
     write_signatures,
 )
+from m6.corpus.work import Ranking
 from m6.errors import UserError
 from tests.fixtures.corpus import own, recipe_of, text_of, write_lines
 

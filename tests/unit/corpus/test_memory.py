@@ -74,7 +74,7 @@ def growth(tmp_path_factory: pytest.TempPathFactory) -> dict[Recipes, dict[str, 
     folder = tmp_path_factory.mktemp("memory")
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("m6.corpus.documents._GROUP_BYTES", BLOCK)
+        patch.setattr("m6.corpus.work._GROUP_BYTES", BLOCK)
         patch.setattr("m6.data.shards.ROW_GROUP_BYTES", BLOCK)
         for kind in (texts, pictures):
             peaks(folder / f"warm {kind.__name__}", kind, 20)  # imports and caches

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from m6.corpus.documents import Ranking
 from m6.corpus.picture_copies import (
     PREFIX_BITS,
     PictureWriter,
@@ -20,6 +19,7 @@ from m6.corpus.picture_copies import (
     write_picture_pairs,
 )
 from m6.corpus.selection import joined_pairs, repeated_captions
+from m6.corpus.work import Ranking
 from scripts.benchmarks.alterations import ALTERATIONS
 from tests.fixtures.photographs import drawing, photograph
 
