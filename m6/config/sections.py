@@ -15,8 +15,7 @@ from m6.config.elastic import ElasticSettings
 from m6.config.gradient_delay import GradientDelaySettings
 from m6.config.offload import OffloadSettings
 from m6.config.pipeline import ParallelSettings
-from m6.data.objective_settings import ObjectivesSettings
-from m6.data.settings import DataSettings
+from m6.data.settings import DataSettings, ObjectivesSettings
 from m6.decoding import TEMPERATURE
 from m6.validation import Section
 

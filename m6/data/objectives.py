@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from m6.data.objective_settings import (
+from m6.data.settings import (
     ClassificationSettings,
     DrawingSettings,
     MaskingSettings,

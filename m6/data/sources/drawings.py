@@ -1,6 +1,9 @@
-"""Emoji in five drawing styles, with their Chinese names from Unicode's CLDR.
+"""Drawings of public packages, with Chinese captions.
 
-A second source has captions of concept and style, and coloured silhouettes.
+- emoji in five drawing styles, with their names from Unicode's CLDR. A second source has captions of concept and style,
+  and coloured silhouettes;
+- IconPark: 2,658 icons with titles, each in up to four themes;
+- Tux Paint's stamps: photographs and drawings, each with a sentence written by a translator.
 """
 
 import hashlib
@@ -15,8 +18,9 @@ from PIL import Image
 
 from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources.base import Row, SourceOptions
-from m6.data.sources.packages import NpmPackage, members
+from m6.data.sources.packages import DebianPackage, NpmPackage, members
 from m6.data.sources.shapes import COLOURS, Rgb
+from m6.errors import UserError
 
 NAMES = {
     "annotations": NpmPackage(
@@ -217,3 +221,125 @@ def silhouette(image: bytes, colour: Rgb) -> bytes:
 
 def _of_its_own(name: str) -> np.random.Generator:
     return np.random.default_rng(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
+
+
+ICON_PARK = NpmPackage(
+    "@icon-park/svg",
+    "1.4.2",
+    "Apache-2.0",
+    "fbd548c2d6c3830a56828c9cf09787d61ce2a74a4f398919059e111de17c504b",
+)
+
+# Theme: its word in captions, and its four colours (stroke, fill, inner stroke, inner fill). The colours are the
+# package's defaults.
+THEMES = {
+    "outline": ("线性", ("#333", "none", "#333", "none")),
+    "filled": ("填充", ("#333", "#333", "#FFF", "#FFF")),
+    "two-tone": ("双色", ("#333", "#2F88FF", "#333", "#2F88FF")),
+    "multi-color": ("多色", ("#333", "#2F88FF", "#FFF", "#43CCF8")),
+}
+PROPERTIES = {"size": "48", "strokeWidth": "4", "strokeLinecap": "round", "strokeLinejoin": "round", "id": "i"}
+
+# A module of the package contains one function. It concatenates string literals and properties: '<path stroke="' +
+# props.colors[0] + '"/>'.
+_FUNCTION = re.compile(r"function \(props\) \{\s*return (.*?);\s*\}\);", re.DOTALL)
+_TERM = re.compile(r"'([^'\\]*)'|props\.colors\[(\d)\]|props\.(\w+)")
+
+
+class IconPark:
+    """One row for each icon and theme. Captions name the theme, such as 拐杖的双色图标.
+
+    If an icon has no area to fill, some themes give the same drawing; repeated drawings are left out. The group is the
+    title without its number, so that variants of a drawing are in the same split.
+    """
+
+    name = "icon_park"
+    kind: SourceKind = "image_text"
+    own_splits: frozenset[Split] = frozenset()
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._cache = options.cache
+
+    def origin(self) -> list[Origin]:
+        """Returns the package."""
+        return [ICON_PARK.origin()]
+
+    def rows(self) -> Iterator[Row]:
+        """Yields the themes of one icon after the other; icons without a title are left out."""
+        tarball = ICON_PARK.tarball(self._cache)
+        titles = {}
+        for _, content in members(tarball, r"package/icons\.json"):
+            titles = {_class_name(icon["name"]): readable_title(icon["title"]) for icon in json.loads(content)}
+        for match, content in members(tarball, r"package/lib/icons/(\w+)\.js"):
+            title = titles.get(match[1])
+            if title:
+                drawn: set[bytes] = set()
+                for theme, (name, colours) in THEMES.items():
+                    svg = draw(content.decode(), colours)
+                    if svg not in drawn:
+                        drawn.add(svg)
+                        yield Row(f"icon_park/{match[1]}/{theme}", title, f"{title}的{name}图标", svg)
+
+
+def draw(source: str, colours: tuple[str, ...]) -> bytes:
+    """Assembles the SVG of one icon module from its literals, without running JavaScript.
+
+    Args:
+        source: the module's source code.
+        colours: the four colours of a theme.
+
+    Raises:
+        UserError: the form of the module differs from the pinned version.
+    """
+    function = _FUNCTION.search(source)
+    # Anything besides literals, properties and "+" is an unknown form.
+    if function is None or _TERM.sub("", function[1]).strip("+ \n"):
+        raise UserError(f"{ICON_PARK.name}: an icon is not written as in version {ICON_PARK.version}")
+    svg = ""
+    for literal, colour, name in _TERM.findall(function[1]):
+        svg += literal or (colours[int(colour)] if colour else PROPERTIES[name] if name else "")
+    return svg.encode()
+
+
+def readable_title(title: str) -> str:
+    """Removes the number of a variant and hyphens: 书签3 becomes 书签, 上-箭头 becomes 上箭头, F8 is unchanged."""
+    title = re.sub(r"(?<=[\u4e00-\u9fff])-|-(?=[\u4e00-\u9fff])", "", title.strip())
+    return re.sub(r"(?<=[\u4e00-\u9fff])\d+$", "", title)
+
+
+def _class_name(name: str) -> str:
+    """Returns the module name of an icon: Abdominal for abdominal, ACane for a-cane."""
+    return "".join(part[:1].upper() + part[1:] for part in name.split("-"))
+
+
+TUX_PAINT = DebianPackage("tuxpaint-stamps-default", "GPL-2.0-only")
+STAMPS = r"\./usr/share/tuxpaint/stamps/(.+)\.(png|svg|txt)"
+
+_SENTENCE = re.compile(r"^zh_CN\.utf8=(.+)$", re.MULTILINE)
+
+
+class TuxPaint:
+    """One row for each stamp with a Chinese sentence. The group is the sentence."""
+
+    name = "tuxpaint"
+    kind: SourceKind = "image_text"
+    own_splits: frozenset[Split] = frozenset()
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._cache = options.cache
+
+    def origin(self) -> list[Origin]:
+        """Returns the package in the version of the machine's mirror."""
+        return [TUX_PAINT.origin(self._cache)]
+
+    def rows(self) -> Iterator[Row]:
+        """Yields the stamps in the order of the package."""
+        # The archive holds a stamp's text file right after its image.
+        last: tuple[str, bytes] = ("", b"")
+        for match, content in TUX_PAINT.members(self._cache, STAMPS):
+            if match[2] != "txt":
+                last = (match[1], content)
+                continue
+            sentence = _SENTENCE.search(content.decode("utf-8", "replace"))
+            if sentence and last[0] == match[1]:
+                yield Row(f"tuxpaint/{match[1]}", sentence[1], sentence[1], last[1])
