@@ -107,6 +107,6 @@ def downstream(
             raise UserError(f'downstream needs the package {package}: pip install "m6-recipes[downstream]"')
     out = out or run / "downstream.md"
     check_report(out)
-    from m6.evaluation.downstream.tasks import write_downstream
+    from m6.evaluation.downstream import write_downstream
 
     print(write_downstream(run, out, max_rows).read_text(encoding="utf-8"))

@@ -22,9 +22,8 @@ from m6.corpus.recipe import CorpusRecipe, InputSettings, NamedPictures, NamedSe
 from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources import BUILT_IN, Source, SourceOptions, find_source
 from m6.data.sources.folders import METADATA
-from m6.data.sources.local import PICTURE_SUFFIXES, unreadable_reason
+from m6.data.sources.local import PICTURE_SUFFIXES, split_folders, split_of_folder, splits_of_files, unreadable_reason
 from m6.data.sources.packages import combined_sha256
-from m6.data.sources.split_names import split_folders, split_of_folder, splits_of_files
 from m6.errors import UserError
 
 TABLES = (".jsonl", ".jsonl.gz", ".parquet")

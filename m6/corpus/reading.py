@@ -35,10 +35,9 @@ from m6.corpus.plan import (
 from m6.corpus.recipe import CorpusRecipe, InputSettings, NamedSet
 from m6.data.manifest import Split
 from m6.data.sources.base import Row, SourceOptions
-from m6.data.sources.columnar import Columnar
 from m6.data.sources.folders import json_entries
 from m6.data.sources.local import MAX_PICTURE_BYTES, PICTURE_SUFFIXES, TOO_LARGE
-from m6.data.sources.rows import Documents, picture_row, text_rows
+from m6.data.sources.rows import Columnar, Documents, picture_row, text_rows
 from m6.data.sources.webdataset import WebDataset
 from m6.errors import UserError
 from m6.files import cache_folder, reading

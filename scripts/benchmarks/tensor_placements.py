@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from m6.architecture.received import PLACEMENTS, PlacementName, received_by_feed_forward, received_by_pair, side
-from m6.model.tensor.placement import BY_NAME, Placement
+from m6.model.tensor import BY_NAME, Placement
 from m6.training.mesh import own_group
 from scripts.benchmarks.record import Recorder
 

@@ -128,7 +128,7 @@ def compare_gradients(base: dict[str, Any], placements: list[dict[str, Any]]) ->
     """On each rank: its parts of gradients against those of the whole model, and what it received for them."""
     from m6.architecture.received import received_by_attention, received_by_feed_forward
     from m6.config.run import parse_config
-    from m6.model.tensor.layers import DividedFFN, DividedLinear
+    from m6.model.tensor import DividedFFN, DividedLinear
     from m6.runs.data import open_data
     from m6.runs.processes import start
     from m6.training.engine.build import build_engine, build_model

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from m6.architecture.received import received_by_pair
-from m6.model.tensor.placement import BY_NAME
+from m6.model.tensor import BY_NAME
 from m6.training.mesh import own_group
 from tests.distributed.spawn import run_distributed
 

@@ -10,11 +10,10 @@ from pathlib import Path, PurePath
 
 from m6.data.sources.base import Row, Source, SourceOptions
 from m6.data.sources.chinese_texts import Inews, InewsSentiment, Poetry, Reviews
-from m6.data.sources.columnar import DICT_NAME, STATE_NAME, is_saved
 from m6.data.sources.drawings import Emoji, EmojiStyles, IconPark, TuxPaint
 from m6.data.sources.folders import METADATA, PictureFolder
 from m6.data.sources.local import PICTURE_SUFFIXES, LocalSource, unreadable_reason
-from m6.data.sources.rows import Documents
+from m6.data.sources.rows import DICT_NAME, STATE_NAME, Documents, is_saved
 from m6.data.sources.shapes import EasyVqaCaptions, EasyVqaQuestions, Shapes
 from m6.data.sources.tables import HubTable, LocalTable, SavedDataset
 from m6.data.sources.webdataset import WebDataset

@@ -22,14 +22,16 @@ from m6.data.sources.local import (
     kind_of,
     label_of_row,
     note_unread_columns,
+    own_splits,
     picture_kind,
     require_column,
+    split_folders,
+    split_of_folder,
     split_of_row,
     text_problem,
     unreadable_reason,
     written,
 )
-from m6.data.sources.split_names import own_splits, split_folders, split_of_folder
 from m6.errors import UserError
 
 METADATA = ("metadata.jsonl", "metadata.csv")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources.base import Row, SourceOptions
-from m6.data.sources.columnar import Columnar, arrow_files, class_name
 from m6.data.sources.folders import file_entries
 from m6.data.sources.local import (
     LocalSource,
@@ -24,12 +23,15 @@ from m6.data.sources.local import (
     group_of_text,
     label_of_row,
     note_unread_columns,
+    own_splits,
     picture_kind,
     require_column,
+    split_meant,
+    splits_of_files,
+    splits_of_hub,
     unreadable_reason,
 )
-from m6.data.sources.rows import named_file, picture_row, split_or_problem, text_rows
-from m6.data.sources.split_names import own_splits, split_meant, splits_of_files, splits_of_hub
+from m6.data.sources.rows import Columnar, arrow_files, class_name, named_file, picture_row, split_or_problem, text_rows
 from m6.errors import UserError
 
 if TYPE_CHECKING:

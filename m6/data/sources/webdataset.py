@@ -18,13 +18,14 @@ from m6.data.sources.local import (
     group_of_row,
     label_of_row,
     note_unread_columns,
+    own_splits,
     picture_kind,
     require_column,
     split_of_row,
+    splits_of_files,
     text_problem,
     written,
 )
-from m6.data.sources.split_names import own_splits, splits_of_files
 from m6.data.sources.text import clean
 from m6.errors import UserError
 

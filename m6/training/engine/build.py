@@ -14,7 +14,7 @@ from m6.model.initialization import initialize_parameters
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.parameters import divide_gradients, matrices_of_blocks
 from m6.model.stages import keep_layers
-from m6.model.tensor.layers import divide_layers
+from m6.model.tensor import divide_layers
 from m6.runs.processes import Runtime
 from m6.training.engine import tensor_norms
 from m6.training.engine.engine import Engine

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from m6.checkpoints.fragment import Fragment
-from m6.model.tensor.placement import Shard
+from m6.model.tensor import Shard
 from m6.training.engine.partitions import is_divided
 from m6.training.mesh import Mesh
 

@@ -15,8 +15,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from m6.evaluation.downstream.metrics import Estimate
-from m6.evaluation.downstream.tasks import THIS_MODEL
+from m6.evaluation.downstream import THIS_MODEL
+from m6.evaluation.metrics import Estimate
 from m6.files import write_text
 from m6.formatting import markdown_table
 

@@ -18,7 +18,7 @@ import typer
 from PIL import Image, ImageDraw, ImageFont
 
 from m6.errors import UserError
-from m6.evaluation.downstream.metrics import share
+from m6.evaluation.metrics import share
 from m6.evaluation.pictures.captioned import load_generated
 from m6.files import read_lines, write_json, write_text
 from m6.validation import read_document

@@ -22,7 +22,7 @@ from m6.data.pictures import decode_batch
 from m6.data.reader import open_split
 from m6.data.sources.drawings import NUM_SILHOUETTES, SILHOUETTE, colours, in_colour, left_out, styled
 from m6.errors import UserError
-from m6.evaluation.downstream.metrics import share
+from m6.evaluation.metrics import share
 from m6.evaluation.pictures.captioned import CaptionedPictures, load_generated
 from m6.evaluation.pictures.judge import Judge, JudgeSettings, train_judge
 

@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from m6.data.sources import find_source
-from m6.data.sources.split_names import split_of_file
+from m6.data.sources.local import split_of_file
 from tests.unit.data.test_local import options, own_cache, png
 
 __all__ = ["own_cache"]  # a fixture that every test here uses

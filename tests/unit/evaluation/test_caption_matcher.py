@@ -11,7 +11,7 @@ from m6.checkpoints.loading import load_run_model
 from m6.corpus.output import load_record
 from m6.data.objectives import OBJECTIVES, max_text_tokens
 from m6.evaluation.caption_matcher import CaptionMatcher
-from m6.evaluation.downstream.metrics import match_by_model
+from m6.evaluation.metrics import match_by_model
 from m6.tokenizers.pictures import decode_picture
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.corpus import own

@@ -24,9 +24,9 @@ from m6.data.overlap import Contents
 from m6.data.reader import open_split
 from m6.data.weights import source_weights
 from m6.errors import UserError
-from m6.evaluation.downstream import metrics
-from m6.evaluation.downstream.metrics import Estimate, LabelledTexts, bootstrap, nearest_pictures, share
+from m6.evaluation import metrics
 from m6.evaluation.held_out import describe_other_training
+from m6.evaluation.metrics import Estimate, LabelledTexts, bootstrap, nearest_pictures, share
 from m6.files import write_json, write_text
 from m6.formatting import markdown_table
 from m6.generation.captioning import caption, write_targets

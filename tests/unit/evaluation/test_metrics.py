@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from m6.data.objectives import Example
-from m6.evaluation.downstream.metrics import (
+from m6.evaluation.metrics import (
     RANKS,
     Estimate,
     LabelledTexts,
@@ -127,7 +127,7 @@ def test_chance_is_the_mean_over_all_orders():
 
 @pytest.mark.parametrize("at_once", [1, 5, 100])
 def test_the_nearest_picture_is_that_of_its_colour_and_size(at_once: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("m6.evaluation.downstream.metrics.AT_ONCE", at_once)
+    monkeypatch.setattr("m6.evaluation.metrics.AT_ONCE", at_once)
     training = [draw_shape(c, s, z) for c in ("红色", "绿色", "蓝色") for s in ("圆形", "方块") for z in ("大", "小")]
     assert nearest_pictures(training[::-1], training).tolist() == list(range(len(training)))[::-1]
     assert nearest_pictures(training[:2], iter(training * 2)).tolist() == [0, 1], "the first of equal ones"

@@ -1,6 +1,7 @@
-"""The model as a judge, against one forward pass for each target; and the whole report."""
+"""The model as a judge, against one forward pass for each target; the whole report; rows that training holds."""
 
 import dataclasses
+import io
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from m6.checkpoints.loading import load_run_model
 from m6.config.run import load_config
@@ -22,8 +24,8 @@ from m6.data.objectives import (
     make_example,
 )
 from m6.errors import UserError
-from m6.evaluation.downstream.metrics import match_by_model, predict_by_likelihood
-from m6.evaluation.downstream.tasks import TASKS, Subject
+from m6.evaluation.downstream import TASKS, Subject, held_out
+from m6.evaluation.metrics import match_by_model, predict_by_likelihood
 from m6.generation.captioning import write_targets
 from m6.generation.likelihood import target_log_likelihoods
 from m6.runs.data import keep_sources, open_data
@@ -114,7 +116,7 @@ def test_captions_are_compared_as_a_model_can_write_them(folder: Path, judge, mo
     config = load_config(run_of(folder, "data", "image_captioning") / "config.json")
     subject = Subject(None, judge[1], config, Manifest.load(folder / "data"), 6)
     rows = [{"text": "第１２号  圆形 ", "image": draw_shape("红色", "圆形", "大")}]
-    monkeypatch.setattr("m6.evaluation.downstream.tasks.caption", lambda *_, **__: ["第12号 圆形"])
+    monkeypatch.setattr("m6.evaluation.downstream.caption", lambda *_, **__: ["第12号 圆形"])
     scores = TASKS["image_captioning"].score(subject, "tiny_shapes", rows, rows)
     assert {system: own["equal to the reference"].value for system, own in scores.items()} == dict.fromkeys(scores, 1.0)
 
@@ -126,7 +128,7 @@ def test_a_picture_may_have_several_captions_and_a_caption_several_pictures(fold
     captions = {red: ["红", "圆"], blue: ["圆", "蓝"]}
     rows = [{"text": text, "image": image} for image, texts in captions.items() for text in texts]
     right = np.array([[text in texts for text in ("圆", "红", "蓝")] for texts in captions.values()], float)
-    monkeypatch.setattr("m6.evaluation.downstream.metrics.match_by_model", lambda *_: right)
+    monkeypatch.setattr("m6.evaluation.metrics.match_by_model", lambda *_: right)
     scores = TASKS["image_text_matching"].score(subject, "tiny_shapes", rows, rows)["this model"]
     assert {name: each.value for name, each in scores.items()} == dict.fromkeys(scores, 1.0)
 
@@ -138,7 +140,7 @@ def test_long_captions_have_room(folder: Path, judge, monkeypatch):
     for text in ("圆形", "圆形" * 60):
         rows = [{"text": text, "image": draw_shape("红色", "圆形", "大")}]
         monkeypatch.setattr(
-            "m6.evaluation.downstream.tasks.caption",
+            "m6.evaluation.downstream.caption",
             lambda *_, **options: room.append(options["max_new_tokens"]) or [""],
         )
         TASKS["image_captioning"].score(subject, "tiny_shapes", rows, rows)
@@ -257,9 +259,9 @@ def test_verse_of_which_a_model_reads_only_the_heading_is_not_counted(folder: Pa
         sources.extend(str(processor.tokenizer.decode(ids)) for ids in asked)
         return [lines, "今天，小明看书。"]
 
-    monkeypatch.setattr("m6.evaluation.downstream.tasks.write_targets", write)
+    monkeypatch.setattr("m6.evaluation.downstream.write_targets", write)
     monkeypatch.setattr(
-        "m6.evaluation.downstream.metrics.nats_by_model", lambda model, processor, examples: np.ones(len(examples))
+        "m6.evaluation.metrics.nats_by_model", lambda model, processor, examples: np.ones(len(examples))
     )
     scores = TASKS["text_continuation"].score(subject, "own", rows, rows)
     assert sources == [lines, f"《小明》老师\n{lines}"]
@@ -310,3 +312,26 @@ def test_a_run_without_a_task_is_refused(folder: Path):
     assert "none of its objectives is a downstream task" in user_error(
         "downstream", run_of(folder, "data", "text_denoising")
     )
+
+
+def row(group: str, text: str = "", image: bytes | None = None) -> dict:
+    return {"group": group, "text": text, "image": image, "answer": None}
+
+
+def test_rows_that_training_holds_are_left_out():
+    red, blue = draw_shape("红色", "圆形", "大"), draw_shape("蓝色", "圆形", "大")
+    again = io.BytesIO()
+    Image.open(io.BytesIO(red)).save(again, "BMP")
+    training = [row("a", "红", red), row("b", "天 气"), row("c", "鱼")]
+    new = [row("d", "红", blue), row("e", "白")]
+    known = [row("f", "绿", red), row("g", "绿", again.getvalue()), row("h", "天  气"), row("c", "鸟")]
+    tested = held_out([known[0], new[0], *known[1:], new[1]], training)
+    assert tested.rows == new
+    assert tested.remark.startswith("4 of 6 test rows are left out")
+    assert held_out(new, training).remark == ""
+
+
+def test_where_training_holds_everything_the_report_says_so():
+    tested = held_out([row("a", "红")], [row("a", "蓝")])
+    assert len(tested.rows) == 1
+    assert "measure memory" in tested.remark
