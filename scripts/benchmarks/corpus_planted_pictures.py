@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from alterations import ALTERATIONS, jpeg
-from photographs import backgrounds, photographs
+from photographs import ALTERATIONS, backgrounds, jpeg, photographs
 from PIL import Image
 from record import Recorder
 

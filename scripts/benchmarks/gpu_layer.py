@@ -16,6 +16,7 @@ import typer
 from m6.runs.processes import start
 from scripts.benchmarks.moe_contestants import (
     FORCED,
+    Cell,
     ForcedStep,
     Step,
     deepspeed_moe,
@@ -25,7 +26,6 @@ from scripts.benchmarks.moe_contestants import (
     ours,
     switch,
 )
-from scripts.benchmarks.moe_grid import Cell
 from scripts.benchmarks.record import Recorder, spread
 
 # 16 rows of 512 tokens through all experts of m6_base, of m6_10b, and those of one of eight GPUs of m6_100b; then more

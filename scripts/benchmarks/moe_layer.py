@@ -18,8 +18,11 @@ import typer
 from m6.runs.processes import start
 from moe import MoELayer
 from scripts.benchmarks.moe_contestants import (
+    BFLOAT16,
     FORCED,
+    GRIDS,
     MOST_BYTES_BATCHED,
+    Cell,
     Floor,
     ForcedStep,
     Step,
@@ -33,7 +36,6 @@ from scripts.benchmarks.moe_contestants import (
     ours,
     switch,
 )
-from scripts.benchmarks.moe_grid import BFLOAT16, GRIDS, Cell
 from scripts.benchmarks.moe_targets import (
     BFLOAT16_HEADER,
     DEEPSPEED,
@@ -50,7 +52,7 @@ app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=F
 
 
 class Grid(str, Enum):
-    """Of sizes: moe_grid.py."""
+    """Of sizes: moe_contestants.py."""
 
     SMALL = "small"
     AXES = "axes"

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from m6.formatting import markdown_table
-from scripts.benchmarks.moe_contestants import CAPACITY_FACTOR, FORCED, MOST_BYTES_BATCHED, multiplies_bfloat16
-from scripts.benchmarks.moe_grid import Cell
+from scripts.benchmarks.moe_contestants import CAPACITY_FACTOR, FORCED, MOST_BYTES_BATCHED, Cell, multiplies_bfloat16
 from scripts.benchmarks.record import spread
 
 DEEPSPEED = ("deepspeed drop", "deepspeed no drop")

@@ -18,8 +18,7 @@ from offload.memory.layout import Stack, lay_out
 from offload.optimizer.settings import OptimizerSettings
 from offload.plan.sizes import sizes_of, staging_bytes
 from offload.plan.solver import solve
-from scripts.benchmarks.offload.replays import lru, patrickstar, zero_3_offload
-from scripts.benchmarks.offload.traces import Job, gpt, m6_10t
+from scripts.benchmarks.offload.traces import Job, gpt, lru, m6_10t, patrickstar, zero_3_offload
 from scripts.benchmarks.record import Recorder
 
 GB = 1e9
@@ -133,7 +132,7 @@ def main() -> None:
     notes = "\n".join(
         [
             "GB per rank and step, both directions. 8 ranks of 32 GB and 240 GB of host memory, 90 % of each usable.",
-            "PatrickStar, ZeRO-3 offload and LRU are replays of their rules on the same step (`replays.py`), not runs.",
+            "PatrickStar, ZeRO-3 offload and LRU are replays of their rules on the same step (`traces.py`), not runs.",
             "The aims: at most 1.02 of the bound with equal chunks and 1.10 with mixed ones; at micro-batches 8 and 16 "
             "at most half of PatrickStar's bytes and a sixth of ZeRO-3 offload's. With 24 and 32, activations "
             "leave less room for any rule to use: there it is 1.5 to 2.2 and 3.0 to 5.5 times fewer.",

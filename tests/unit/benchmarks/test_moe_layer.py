@@ -8,8 +8,19 @@ import torch
 from moe import MoELayer
 from moe.kernels import experts_op
 from moe.kernels.products import GroupedProducts, LoopProducts
-from scripts.benchmarks.moe_contestants import FORCED, ForcedStep, Step, chosen_products, k_times_top_1, ours
-from scripts.benchmarks.moe_grid import BFLOAT16, GRIDS, Cell, held_bytes, round_seconds
+from scripts.benchmarks.moe_contestants import (
+    BFLOAT16,
+    FORCED,
+    GRIDS,
+    Cell,
+    ForcedStep,
+    Step,
+    chosen_products,
+    held_bytes,
+    k_times_top_1,
+    ours,
+    round_seconds,
+)
 from scripts.benchmarks.moe_targets import Result, bfloat16_notes, speed_notes
 
 TINY = Cell(32, 16, 8, num_prototypes=2)

@@ -20,7 +20,7 @@ from m6.corpus.picture_copies import (
 )
 from m6.corpus.selection import joined_pairs, repeated_captions
 from m6.corpus.work import Ranking
-from scripts.benchmarks.alterations import ALTERATIONS
+from scripts.benchmarks.photographs import ALTERATIONS
 from tests.fixtures.photographs import drawing, photograph
 
 COUNT = 60

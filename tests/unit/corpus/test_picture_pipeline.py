@@ -21,7 +21,7 @@ from m6.corpus.work import prepare, work_folder
 from m6.data.manifest import Manifest
 from m6.data.reader import open_split
 from m6.data.verification import verify_shards
-from scripts.benchmarks.alterations import ALTERATIONS
+from scripts.benchmarks.photographs import ALTERATIONS
 from tests.fixtures.command import contents, user_error
 from tests.fixtures.corpus import built, own, recipe_of, removed_from, text_of, write_lines
 from tests.fixtures.photographs import file_of, photograph, write_pairs

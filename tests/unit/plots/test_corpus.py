@@ -9,7 +9,7 @@ from PIL import Image
 
 from m6.corpus.tally import Tally
 from m6.plots.corpus import _funnel
-from scripts.benchmarks.alterations import ALTERATIONS
+from scripts.benchmarks.photographs import ALTERATIONS
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.corpus import built, own, recipe_of, text_of, write_lines
 from tests.fixtures.photographs import file_of, photograph, write_pairs
