@@ -170,7 +170,7 @@ class ModelStage(nn.Module):
         dropout_seeds: Sequence[int | None],
         device: torch.device,
     ) -> list[M6Output]:
-        """Runs all layers of a model on interleaved micro-batches, see ``m6.model.turns``.
+        """Runs all layers of a model on interleaved micro-batches, see ``take_turns``.
 
         With activation checkpointing the micro-batches interleave inside of each block, and the backward pass runs the
         block again for all of them. So the last combine of a block ends before the next block begins.
