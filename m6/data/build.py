@@ -21,16 +21,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from m6.data.manifest import (
-    MANIFEST_NAME,
-    SKIPPED_NAME,
-    Manifest,
-    Origin,
-    SourceEntry,
-    SourceKind,
-    Split,
-    SplitEntry,
-)
+from m6.data.manifest import MANIFEST_NAME, SKIPPED_NAME, Manifest, Origin, SourceEntry, SourceKind, Split, SplitEntry
 from m6.data.overlap import count_groups
 from m6.data.shards import SplitWriters, describe_source
 from m6.data.sources.base import Row, Source, count_unread

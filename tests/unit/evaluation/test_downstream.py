@@ -14,15 +14,7 @@ from PIL import Image
 from m6.checkpoints.loading import load_run_model
 from m6.config.run import load_config
 from m6.data.manifest import Manifest
-from m6.data.objectives import (
-    MATCH,
-    NO_MATCH,
-    OBJECTIVES,
-    Example,
-    ObjectivesSettings,
-    Sample,
-    make_example,
-)
+from m6.data.objectives import MATCH, NO_MATCH, OBJECTIVES, Example, ObjectivesSettings, Sample, make_example
 from m6.errors import UserError
 from m6.evaluation.downstream import TASKS, Subject, held_out
 from m6.evaluation.metrics import match_by_model, predict_by_likelihood
