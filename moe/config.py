@@ -39,7 +39,7 @@ class MoEConfig:
     Attributes:
         num_experts: E, the number of experts of the layer.
         num_prototypes: Z; must divide E. In our runs, top-k routing with the same number of experts per token learned
-            equally well or better, see moe/README.md.
+            equally well or better, see docs/guides/moe.md.
         top_k: the number of experts of each token in each prototype.
         num_groups: G groups of experts, each with an equal part of every prototype. The experts of a group have
             consecutive numbers, so the ranks of a node can hold whole groups. Must divide M.

@@ -54,7 +54,8 @@ the package is installed. So do `m6 finetune text_to_image`, `m6 train-image-tok
 `gradient_clipping` (0: no clipping; DeepSpeed's own default is 1.0) and `optimizer`, whose `type` is one of
 {", ".join(f"`{name}`" for name in OPTIMIZERS)}. Leave `gradient_accumulation_steps` out: it follows from the batch
 sizes and the number of ranks. A value that DeepSpeed would ignore, such as `offload_param` below ZeRO stage 3 or `fp16`
-at stage 0, is an error that names a remedy. [Training](../m6/training/README.md#fp16) has the layout for fp16 on V100s.
+at stage 0, is an error that names a remedy. [Training](../docs/guides/training.md#fp16) has the layout for fp16 on
+V100s.
 
 Accepted:
 """

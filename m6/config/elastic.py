@@ -30,7 +30,7 @@ class ElasticSettings(Section):
         "activation checkpointing, the exchange between nodes, and so on; absent: all that keeps the sums of "
         "m6.training.deterministic. Global batch, data order and schedule always stay, and so does the micro-batch: "
         "its samples are packed and routed together, so that another size would change a step. Budgets of m6.offload "
-        "stay as well, see scripts/slurm/README.md",
+        "stay as well, see docs/guides/slurm.md",
     )
     min_gain: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.05, description="least share of a step that another layout must save; else the one before stays"

@@ -1,6 +1,6 @@
 """Compares the routing of a configuration in training, in evaluation and for a token alone.
 
-``python -m m6.planning.routed`` prints the table of moe/README.md. If the three differ, the model computes another
+``python -m m6.planning.routed`` prints the table of docs/guides/moe.md. If the three differ, the model computes another
 function in generation than in training.
 """
 

@@ -20,7 +20,7 @@ RUN/STOP             created by a person: save, then end
 RUN/last_checkpoint  names the last complete checkpoint, to notice missing checkpoints
 RUN/lock             held by the training process
 RUN/SAVE             created by a person: save, then continue; removed when the checkpoint is complete
-RUN/slurm/           files of the job scripts, see scripts/slurm/README.md
+RUN/slurm/           files of the job scripts, see docs/guides/slurm.md
 
 Some keys of a run's JSON must be equal in all attempts at the run. Lines of RUN/metrics.jsonl are checked where they
 are read: a disk or a person may have changed them.

@@ -1,7 +1,7 @@
 """One batch, split into micro-batches and ranks in every way: the gradients of all losses are those of float64.
 
 Rows have unequal numbers of tokens and targets, and all auxiliary losses are on. The balance counts each sample by
-itself: the other scopes are statistics of what is computed together (m6/training/README.md, "Splits of a batch").
+itself: the other scopes are statistics of what is computed together (docs/guides/training.md, "Splits of a batch").
 """
 
 from pathlib import Path

@@ -124,7 +124,7 @@ def tutorial(make_run: MakeRun) -> tuple[ClusterRun, int]:
     jobs = run.folder / "configs" / "jobs"
     jobs.mkdir(parents=True)
     (jobs.parent / "m6_smoke.json").write_text(run.config.read_text(encoding="utf-8"), encoding="utf-8")
-    description, submission, status, stop, resumption = blocks("scripts/tutorials/slurm.md")
+    description, submission, status, stop, resumption = blocks("docs/tutorials/slurm.md")
     job = {**json.loads(description.text), "memory_gb_per_node": 1, "shared_folders": [str(run.folder)]}
     (jobs / "cpu_2x1.json").write_text(json.dumps(job), encoding="utf-8")
     run.job = execute(submission, run.folder).split()[-1]

@@ -1,6 +1,6 @@
 """What happens to runs on a cluster: every one of them ends with the loss curve of the run that was left alone.
 
-To the bit where the layout stayed the same; see scripts/slurm/README.md.
+To the bit where the layout stayed the same; see docs/guides/slurm.md.
 """
 
 import re

@@ -9,7 +9,7 @@ import pytest
 from tests.fixtures.pages import ROOT, Block, blocks, execute
 from tests.fixtures.tiny_run import write_tiny_config
 
-TUTORIALS = "scripts/tutorials"
+TUTORIALS = "docs/tutorials"
 
 
 def follow(tutorial: str, folder: Path, code: Path = ROOT) -> None:

@@ -86,7 +86,7 @@ class ExpertStore:
 
     @property
     def update_bytes(self) -> int:
-        """Bytes read and written in host memory by the update of a parameter, see offload/README.md."""
+        """Bytes read and written in host memory by the update of a parameter, see docs/guides/offload.md."""
         remainder = remainder_dtype(self.dtype, self.optimizer.masters)
         master = 0 if remainder is None else remainder.itemsize
         # A whole master is read instead of the weight; a remainder is read in addition to it.

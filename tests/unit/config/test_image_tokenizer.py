@@ -32,7 +32,7 @@ def test_pictures_that_are_too_small_for_a_loss(loss: str, side: int):
 
 
 def test_the_page_of_data_names_an_image_tokenizer_that_fits_the_base_model():
-    page = (ROOT / "m6" / "data" / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "data.md").read_text(encoding="utf-8")
     row = next(line for line in page.splitlines() if "`finetune/text_to_image_base`" in line)
     [name] = re.findall(r"`m6 train-image-tokenizer (\S+) --out runs/image_tokenizer`", row)
     settings, run = load_settings(ROOT / name), load_config(ROOT / "configs" / "m6_base.json")

@@ -1,4 +1,4 @@
-"""What the README states of a task's memory: how much more a stage takes with more documents."""
+"""What docs/guides/corpus.md states of a task's memory: how much more a stage takes with more documents."""
 
 import tracemalloc
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Recipes = Callable[[Path, int], CorpusRecipe]
 
 FEW, MANY, CHARS = 200, 800, 600
 HELD_OUT = 0.1
-# Bytes that a document adds, as the README states them, with its characters held out in one of ten.
+# Bytes that a document adds, as the page states them, with its characters held out in one of ten.
 NGRAMS = 8 * HELD_OUT * CHARS
 STATED = {
     "clean": 100,

@@ -18,7 +18,7 @@ from m6.data.sources import SourceOptions, find_source, find_sources
 from m6.errors import UserError
 from tests.fixtures.command import m6
 
-PAGE = Path(__file__).resolve().parents[3] / "m6/data/sources/README.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs/guides/data_forms.md"
 _FORMS = re.compile(r"```\n(?P<tree>.*?)```\n(?P<rows>\d+) rows?(?P<rest>[^\n]*)\.", re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""The contracts of transformers' pipelines, processors and tokenizers, on an export; m6/model/README.md names each."""
+"""The contracts of transformers' pipelines, processors, tokenizers, on an export; docs/guides/model.md names each."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The table of contracts in m6/model/README.md names tests that exist, and every test of the contracts."""
+"""The table of contracts in docs/guides/model.md names tests that exist, and every test of the contracts."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ def functions(file: str) -> set[str]:
 
 
 def test_the_table_and_the_tests_agree():
-    page = (ROOT / "m6/model/README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guides/model.md").read_text(encoding="utf-8")
     _, _, table = page.partition("| contract in transformers | here |\n| --- | --- |\n")
     rows = [line.strip("|").rsplit("|", 1) for line in table.splitlines() if line.startswith("|")]
     named = set()

@@ -1,4 +1,4 @@
-"""The contracts of transformers' common tests of models and of generation; m6/model/README.md names each.
+"""The contracts of transformers' common tests of models and of generation; docs/guides/model.md names each.
 
 The tests are our own. They ask for what the named tests of transformers ask, in the model's terms: prompts hold <bos>,
 and no weight is tied, because the head uses the token embedding itself.

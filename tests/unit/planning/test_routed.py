@@ -8,7 +8,7 @@ from m6.shipped import CONFIGS
 from tests.fixtures.pages import ROOT
 
 SECTION = "### What a capacity leaves of a token"
-PAGE = (ROOT / "moe" / "README.md").read_text(encoding="utf-8").partition(SECTION)[2].partition("\n### ")[0]
+PAGE = (ROOT / "docs" / "guides" / "moe.md").read_text(encoding="utf-8").partition(SECTION)[2].partition("\n### ")[0]
 TABLE = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if line.startswith("| m6_")]
 # The list is to become empty, and not to grow.
 DIFFERS = {"m6_10t"}
