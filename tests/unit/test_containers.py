@@ -43,9 +43,11 @@ def test_both_name_the_versions_of_the_project():
     constraints = (ROOT / "scripts" / "constraints.txt").read_text(encoding="utf-8")
     python = re.findall(r"\(Python ([\d.]+)\)", constraints)
     assert re.findall(r"^python:([\d.]+)-", base) == python
-    [torch] = re.findall(r'"torch==([\d.]+)"', PROJECT)
+    [torch] = re.findall(r"^torch==([\d.]+)$", constraints, re.MULTILINE)
     for recipe in (DOCKERFILE, DEFINITION):
         assert re.findall(r"TORCH_VERSION=([\d.]+)\n", recipe) == [torch]
+    script = (ROOT / "scripts" / "environment.sh").read_text(encoding="utf-8")
+    assert re.findall(r"^torch_version=(\S+)$", script, re.MULTILINE) == [torch]
 
 
 def builder() -> str | None:
