@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 _NAMED_LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)\)")
 _FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
-# Python-Markdown begins a list only after a blank line, GitHub after any line.
+# Python-Markdown begins a list or a fence only after a blank line, GitHub after any line.
 _LIST_AFTER_TEXT = re.compile(r"^(?![-*] |\d+\. |\s|$)(.+\n)(?=(?:[-*]|\d+\.) )", re.MULTILINE)
 
 
@@ -42,7 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The text of a page with a blank line before each list, and with the names of folders instead of links to them."""
+    """The text of a page with blank lines around lists and fences, and with names of folders instead of links to them."""
 
     def without_folder(link: re.Match[str]) -> str:
         return link[1] if (ROOT / page.file.src_uri).parent.joinpath(link[2]).is_dir() else link[0]
@@ -50,7 +50,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     parts = _FENCE.split(markdown)
     for number in range(0, len(parts), 2):  # outside of fences
         parts[number] = _NAMED_LINK.sub(without_folder, _LIST_AFTER_TEXT.sub(r"\1\n", parts[number]))
-    return "".join(parts)
+    return "\n".join(parts)
 
 
 def _pages(nav: Any) -> list[str]:
