@@ -42,7 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The text of a page with blank lines around lists and fences, and with names of folders instead of links to them."""
+    """The text of a page with blank lines around lists and fences, and names of folders instead of links to them."""
 
     def without_folder(link: re.Match[str]) -> str:
         return link[1] if (ROOT / page.file.src_uri).parent.joinpath(link[2]).is_dir() else link[0]
