@@ -30,7 +30,7 @@ def test_every_page_is_in_the_navigation():
 
 @pytest.mark.slow
 def test_addresses_leave_out_docs_alone(site: Path):
-    for page in ("guides/training", "results", "moe", "scripts/benchmarks/results/serving", "configs"):
+    for page in ("guides/training", "results", "m6", "scripts/benchmarks/results/serving", "configs"):
         assert (site / page / "index.html").exists(), page
     assert (site / "index.html").exists()
 
