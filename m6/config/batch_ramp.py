@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import Field, PositiveInt
 
-from m6.config.shares import Division
+from m6.config.shares import BatchSplit
 from m6.errors import UserError
 from m6.validation import Section
 
@@ -54,15 +54,15 @@ class BatchSizes:
         """The samples of all kinds of steps."""
         return [self.final, *(stage.batch_size for stage in self.ramp)]
 
-    def check(self, division: Division) -> None:
+    def check(self, split: BatchSplit) -> None:
         """Raises UserError if ranks cannot compute a batch of the run."""
         for key, samples, is_final in self._named():
-            division.check(key, samples, is_final)
+            split.check(key, samples, is_final)
 
-    def refusal(self, division: Division) -> str | None:
+    def refusal(self, split: BatchSplit) -> str | None:
         """Why ranks cannot compute a batch of the run; None if they can."""
         for key, samples, is_final in self._named():
-            for reason in division.refusals(samples, is_final):
+            for reason in split.refusals(samples, is_final):
                 return f"{key} {samples}: {reason}"
         return None
 

@@ -43,9 +43,9 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
         raise UserError(
             f"m6.training.ep_size {ep_size} does not divide the world size {world_size}; use a divisor of it"
         )
-    division = config.division(world_size)
-    config.batch_sizes.check(division)
-    shares = division.shares(config.deepspeed.train_batch_size)
+    split = config.batch_split(world_size)
+    config.batch_sizes.check(split)
+    shares = split.shares(config.deepspeed.train_batch_size)
     config.deepspeed.check_accumulation(shares)
     # An update in the backward pass uses a gradient at once, so it cannot add up those of several passes.
     updates_at_once = config.expert_store is not None and config.expert_store.update == "backward"

@@ -30,7 +30,7 @@ from m6.config.section_checks import (
     check_schedule,
 )
 from m6.config.sections import M6Settings
-from m6.config.shares import Division, exchange_neighbours
+from m6.config.shares import BatchSplit, exchange_neighbours
 from m6.config.tensor import TensorSettings, check_tensor
 from m6.errors import UserError
 from m6.shipped import shipped_file
@@ -121,10 +121,10 @@ class RunConfig:
         ends = {m6.training.total_steps, None if switch is None else switch.switch_step}
         return step in ends or any(step % interval == 0 for interval in intervals)
 
-    def division(self, world_size: int) -> Division:
+    def batch_split(self, world_size: int) -> BatchSplit:
         """How the micro-batches of a step are divided over ranks."""
         shares = self.m6.parallel.shares
-        return Division(
+        return BatchSplit(
             micro_batch_size=self.deepspeed.micro_batch_size,
             ranks=self.data_size(world_size),
             ep_size=exchange_neighbours(self.m6.training.ep_size, self.tensor_size),
@@ -137,7 +137,7 @@ class RunConfig:
 
     def accumulation_steps(self, world_size: int) -> int:
         """Micro-batches in a step of the whole batch, of the rank with most of them."""
-        return self.division(world_size).most(self.deepspeed.train_batch_size)
+        return self.batch_split(world_size).most(self.deepspeed.train_batch_size)
 
     def backward_passes(self, world_size: int) -> int:
         """Backward passes of a rank in such a step: of micro-batches, or of those that take turns."""

@@ -58,7 +58,7 @@ def exchange_neighbours(ep_size: int, tensor_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Division:
+class BatchSplit:
     """Divides the micro-batches of a step over the ranks that read different ones.
 
     Attributes:

@@ -92,7 +92,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
         assert isinstance(engine, _MeasuredEngine)
         weights = engine.state_bytes()["weights"]  # before a step: stage 3 then keeps small weights gathered
         dims = ParallelDims.of(config, rank, world_size)
-        accumulation = config.division(world_size).shares(config.deepspeed.train_batch_size)[dims.dp_rank]
+        accumulation = config.batch_split(world_size).shares(config.deepspeed.train_batch_size)[dims.dp_rank]
         batches = [fake_batch(config, shape, world)] * accumulation
         train_step = TrainStep(engine, config, runtime, stage)
         train_step(0, batches, Requests)  # the first update allocates the optimizer's state

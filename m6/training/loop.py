@@ -230,11 +230,11 @@ class Trainer:
 
     def _batches(self) -> Iterator[list[MicroBatch]]:
         """Yields this rank's micro-batches of each step, from the current step on."""
-        steps, division = (
+        steps, split = (
             range(self.step, self.settings.training.total_steps),
-            self.config.division(self.dims.world_size),
+            self.config.batch_split(self.dims.world_size),
         )
-        of_steps = (micro_batch_numbers(self.config, self.dims, division, step) for step in steps)
+        of_steps = (micro_batch_numbers(self.config, self.dims, split, step) for step in steps)
         # The loader reads ahead of the steps.
         ahead, counted = itertools.tee(of_steps)
         numbers = itertools.chain.from_iterable(ahead)

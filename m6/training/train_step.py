@@ -17,7 +17,7 @@ from torch import Tensor
 
 from m6.architecture.special_tokens import IGNORED_LABEL
 from m6.config.run import RunConfig
-from m6.config.shares import Division
+from m6.config.shares import BatchSplit
 from m6.data.collate import MicroBatch
 from m6.model.outputs import M6Output
 from m6.runs.processes import Runtime
@@ -36,7 +36,7 @@ from moe import BiasBalancer, MoELayer, RoutingStats
 _SEED_STRIDE = 1_000_003
 
 
-def micro_batch_numbers(config: RunConfig, dims: ParallelDims, division: Division, step: int) -> list[int]:
+def micro_batch_numbers(config: RunConfig, dims: ParallelDims, split: BatchSplit, step: int) -> list[int]:
     """Returns the global numbers of a rank's micro-batches in a step.
 
     A step has the same micro-batches on any number of ranks, whatever their shares. Each rank has a contiguous part, so
@@ -45,7 +45,7 @@ def micro_batch_numbers(config: RunConfig, dims: ParallelDims, division: Divisio
     micro-batches is then the same on any number of ranks.
     """
     sizes, together = config.batch_sizes, config.ranks_per_part
-    shares = division.shares(sizes.of(step))
+    shares = split.shares(sizes.of(step))
     part, place = dims.part(together)
     first = sizes.before(step) // config.deepspeed.micro_batch_size + sum(shares[: part * together]) + place
     return [first + index * together for index in range(shares[dims.dp_rank])]
@@ -107,7 +107,7 @@ class TrainStep:
         self.stage = stage
         self.dims = ParallelDims.of(config, runtime.rank, runtime.world_size)
         self._exact = config.m6.training.deterministic is not None
-        self._division = config.division(runtime.world_size)
+        self._batch_split = config.batch_split(runtime.world_size)
         self._is_sliced = config.pipeline is not None and config.pipeline.slices is not None
         self.health = ExpertHealth(engine.module, config.model)
         self.noise = GradientNoise(config, engine)
@@ -146,7 +146,7 @@ class TrainStep:
 
     def _begin(self, step: int, micro_batches: list[MicroBatch]) -> BegunStep:
         """Runs the passes of a step. The engine may leave some of its backward passes for later."""
-        shares = self._division.shares(self.config.batch_sizes.of(step))
+        shares = self._batch_split.shares(self.config.batch_sizes.of(step))
         targets, tokens, samples, bad_rows, pictures, token_pairs = self._count(micro_batches, max(shares))
         begun = BegunStep(
             step=step,
@@ -169,7 +169,8 @@ class TrainStep:
 
         self.engine.begin_step(begun.learning_rate, shares)
         with self.noise.watch(step):
-            seeds = [self._seed(number) for number in micro_batch_numbers(self.config, self.dims, self._division, step)]
+            numbers = micro_batch_numbers(self.config, self.dims, self._batch_split, step)
+            seeds = [self._seed(number) for number in numbers]
             self.engine.accumulate(micro_batches, loss, seeds)
         return begun
 

@@ -24,7 +24,7 @@ FEATURES: dict[str, Callable[[RunConfig], Any]] = {
     "pipeline": lambda config: config.pipeline is not None,
     "slices": lambda config: config.pipeline.slices == 2,
     "tensor": lambda config: config.tensor is not None,
-    "unequal_shares": lambda config: config.division(2).shares(16) == (3, 1),
+    "unequal_shares": lambda config: config.batch_split(2).shares(16) == (3, 1),
     "tensor_experts": lambda config: config.tensor is not None and config.m6.training.ep_size == 2,
 }
 

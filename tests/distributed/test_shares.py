@@ -134,9 +134,9 @@ def test_a_row_of_a_step_is_the_same_whatever_the_shares(folder: Path):
         config = parse_config(document(folder, **changes))
         sizes = [config.batch_sizes.of(step) // 2 for step in range(STEPS)]
         of_ranks = [ParallelDims.of(config, rank, ranks) for rank in range(ranks)]
-        division = config.division(ranks)
+        split = config.batch_split(ranks)
         numbers = [
-            sorted(number for dims in of_ranks for number in micro_batch_numbers(config, dims, division, step))
+            sorted(number for dims in of_ranks for number in micro_batch_numbers(config, dims, split, step))
             for step in range(STEPS)
         ]
         assert numbers == [list(range(sum(sizes[:step]), sum(sizes[: step + 1]))) for step in range(STEPS)]

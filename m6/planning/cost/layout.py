@@ -11,7 +11,7 @@ from m6.architecture.received import PlacementName
 from m6.config.gradient_delay import FLUSHLESS
 from m6.config.pipeline import PipelineSettings, Schedule
 from m6.config.run import RunConfig
-from m6.config.shares import Division
+from m6.config.shares import BatchSplit
 from m6.config.tensor import TensorSettings
 
 LayoutPlacement = PlacementName | Literal["megatron"]
@@ -94,19 +94,19 @@ class ParallelLayout:
         """Ranks with the same experts, or with parts of them."""
         return self.world_size // (self.pp_size * self.ep_size * self.outer_parts)
 
-    def division(self, equal_for: tuple[str, ...] = ()) -> Division:
+    def batch_split(self, equal_for: tuple[str, ...] = ()) -> BatchSplit:
         """How the micro-batches of a step are divided over ranks.
 
         Args:
-            equal_for: see ``Division``.
+            equal_for: see ``BatchSplit``.
         """
         neighbours = max(1, self.ep_size * self.outer_parts // self.tp_size)
         sizes = (self.micro_batch_size, self.dp_size, neighbours, self.micro_batches_at_once)
-        return Division(*sizes, self.shares or None, self.pipeline, equal_for)
+        return BatchSplit(*sizes, self.shares or None, self.pipeline, equal_for)
 
     def accumulation(self, global_batch: int) -> int:
         """Micro-batches of a step, of the rank with most of them; the global batch never changes."""
-        return self.division().most(global_batch)
+        return self.batch_split().most(global_batch)
 
     def backward_passes(self, global_batch: int) -> int:
         """Backward passes of a step of the same rank. Micro-batches in turns share one."""

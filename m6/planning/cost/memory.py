@@ -363,7 +363,7 @@ class MemoryModel:
     def _any_world_sums(self, layout: ParallelLayout) -> tuple[int, int]:
         """Copies of all gradients in fp32: (during the last backward pass, the most after it). After it the new
         gradients coexist with the partial sums, or the sum of the rank with the sum of all ranks."""
-        shares = layout.division().shares(self.config.deepspeed.train_batch_size)
+        shares = layout.batch_split().shares(self.config.deepspeed.train_batch_size)
         kept, branches = most_sums(tuple(share // layout.micro_batches_at_once for share in shares[:: layout.ep_size]))
         return kept, max(kept + 1, branches + (layout.dp_size > 1))
 

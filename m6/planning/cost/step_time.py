@@ -190,7 +190,7 @@ class TimeModel:
         rows = self.config.deepspeed.train_batch_size
         if not layout.shares:
             return [(self.nodes, layout.accumulation(rows))]
-        own, found, first = layout.division().shares(rows), list[tuple[Nodes, int]](), 0
+        own, found, first = layout.batch_split().shares(rows), list[tuple[Nodes, int]](), 0
         for nodes in self.cluster.nodes:
             end = first + nodes.num_devices
             found.append((nodes, max(own[first // layout.tp_size : -(-end // layout.tp_size)])))

@@ -134,13 +134,13 @@ def _refused_by_arithmetic(
         return Refusal(
             "experts", f"ep_size {layout.ep_size} does not divide both {ranks} {of} and {num_experts} experts"
         )
-    division = layout.division(equal_for)
+    split = layout.batch_split(equal_for)
     # The numbers of micro-batches of a pipeline are checked below.
-    refusal = config.batch_sizes.refusal(replace(division, pipeline=None))
+    refusal = config.batch_sizes.refusal(replace(split, pipeline=None))
     if refusal is not None:
         return Refusal("batch", refusal)
     if layout.pipeline is not None:
-        numbers = {share for samples in config.batch_sizes.all for share in division.shares(samples)}
+        numbers = {share for samples in config.batch_sizes.all for share in split.shares(samples)}
         refusal = _refused_pipeline(layout, layout.pipeline, config, sorted(numbers))
         if refusal is not None:
             return Refusal("pipeline", refusal)

@@ -100,7 +100,7 @@ def build_engine(
         divide_gradients(model)
     fused = config.m6.training.deterministic is None or runtime.device.type != "cpu"
     optimizer = build_optimizer(model, config.deepspeed, config.m6.training.ep_size, fused)
-    own_share = config.division(runtime.world_size).shares(config.deepspeed.train_batch_size)[dims.dp_rank]
+    own_share = config.batch_split(runtime.world_size).shares(config.deepspeed.train_batch_size)[dims.dp_rank]
     deepspeed_config = config.deepspeed.engine_config(own_share, dims.dp)
     if config.m6.communication.compresses:
         deepspeed_config["communication_data_type"] = "fp32"  # also in steps without compression

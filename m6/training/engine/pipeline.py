@@ -72,7 +72,7 @@ class PipelineEngine(Engine):
             [[each for each in stage.parameters() if each.requires_grad] for stage in self._stages.values()]
         )
         # Micro-batches of each pipeline in a step.
-        self._scheduled = config.division(mesh.dims.world_size).shares(config.deepspeed.train_batch_size)
+        self._scheduled = config.batch_split(mesh.dims.world_size).shares(config.deepspeed.train_batch_size)
         self._schedule = self._build_schedule()
 
     # A training step

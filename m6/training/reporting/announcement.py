@@ -36,7 +36,7 @@ def announcements(
         yield config.pipeline.describe(config.model.num_layers)
     if config.tensor is not None:
         yield config.tensor.describe()
-    if shares := config.division(world_size).describe(config.deepspeed.train_batch_size):
+    if shares := config.batch_split(world_size).describe(config.deepspeed.train_batch_size):
         yield shares
     if config.m6.lora is not None:
         trained, total = count_trained(config)

@@ -27,9 +27,9 @@ def test_samples_of_a_step_and_before_it():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_micro_batch_is_computed_once_in_the_order_of_the_steps(tmp_path: Path, ranks: int):
     config = parse_config(tiny_document(tmp_path, **BATCHES))
-    division = config.division(ranks)
+    split = config.batch_split(ranks)
     of_steps = [
-        [n for rank in range(ranks) for n in micro_batch_numbers(config, ParallelDims(rank, ranks), division, step)]
+        [n for rank in range(ranks) for n in micro_batch_numbers(config, ParallelDims(rank, ranks), split, step)]
         for step in range(6)
     ]
     assert [number for numbers in of_steps for number in numbers] == list(range((2 * 4 + 8 + 3 * 16) // 2))

@@ -71,6 +71,6 @@ def test_ranks_that_read_the_same(tmp_path: Path):
         (1, 0, True),
         (1, 1, False),
     ]
-    numbers = [micro_batch_numbers(config, each, config.division(4), 0) for each in places]
+    numbers = [micro_batch_numbers(config, each, config.batch_split(4), 0) for each in places]
     assert numbers[0] == numbers[1]
     assert sorted(numbers[0] + numbers[2]) == list(range(8))
