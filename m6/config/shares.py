@@ -97,17 +97,22 @@ class BatchSplit:
         A batch of another size than that of the stated shares is divided in proportion to them.
         """
         number = samples // self.micro_batch_size
-        units = number // self.unit
         if self.stated is None:
-            each, more = divmod(units, self.groups)
-            of_groups = [each + 1] * more + [each] * (self.groups - more)
-        else:
-            own = self._stated_shares()
-            if sum(own) == number:
-                return own
-            speeds = [sum(own[first : first + self.ep_size]) for first in range(0, self.ranks, self.ep_size)]
-            of_groups = apportion(units, speeds, least=1)
-        return tuple(self.at_once * count for count in of_groups for _ in range(self.ep_size))
+            each, more = divmod(number // self.unit, self.groups)
+            return self._of_ranks([each + 1] * more + [each] * (self.groups - more))
+        own = self._stated_shares()
+        return own if sum(own) == number else self.in_proportion(samples, self._sums_of_groups(own))
+
+    def in_proportion(self, samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
+        """The micro-batches of each rank in proportion to the speeds of the groups; a batch that has no refusal."""
+        return self._of_ranks(apportion(samples // self.micro_batch_size // self.unit, speeds, least=1))
+
+    def _of_ranks(self, units: Sequence[int]) -> tuple[int, ...]:
+        """The micro-batches of each rank for the units of each group."""
+        return tuple(self.at_once * count for count in units for _ in range(self.ep_size))
+
+    def _sums_of_groups(self, shares: Sequence[int]) -> list[int]:
+        return [sum(shares[first : first + self.ep_size]) for first in range(0, self.ranks, self.ep_size)]
 
     def most(self, samples: int) -> int:
         """The micro-batches of the rank with most of them."""
@@ -225,15 +230,12 @@ class BatchSplit:
     def _nearest_shares(self, samples: int) -> tuple[int, ...]:
         """Valid shares in proportion to the stated ones, as short as the key may be."""
         assert self.stated is not None
-        number = samples // self.micro_batch_size
         wanted = self.stated
         if self.ranks % len(wanted):
             wanted = tuple(wanted[rank * len(wanted) // self.ranks] for rank in range(self.ranks))
         block = self.ranks // len(wanted)
         whole = [share for share in wanted for _ in range(block)]
-        speeds = [sum(whole[first : first + self.ep_size]) for first in range(0, self.ranks, self.ep_size)]
-        of_groups = apportion(number // self.unit, speeds, least=1)
-        return shortened([self.at_once * count for count in of_groups for _ in range(self.ep_size)])
+        return shortened(self.in_proportion(samples, self._sums_of_groups(whole)))
 
     def nearest_batch(self, samples: int) -> int | None:
         """The nearest batch without a refusal, at equal distance the larger one; None if there is none near."""

@@ -407,8 +407,8 @@ class ExchangeTime:
             return layout
         if self._moe.ranks_per_node is not None:
             return replace(layout, ranks_per_node=self._moe.ranks_per_node)
-        if layout.ep_size <= per_node or layout.ep_size % per_node:
-            return layout
+        if layout.ep_size <= per_node or layout.ep_size % per_node or self._moe.num_experts % layout.ep_size:
+            return layout  # a forced ep_size need not divide the experts
         key = (*sizes_of(layout), layout.micro_batches_at_once)
         if key not in self._ways:
             ways = [replace(layout, ranks_per_node=ranks) for ranks in (0, per_node)]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Literal
 
 from m6.config.run import RunConfig
-from m6.config.shares import apportion, shortened
+from m6.config.shares import shortened
 from m6.planning.cost.communication_time import ExchangeTime, ReductionTime, expert_replicas
 from m6.planning.cost.compute_time import (
     ComputeTime,
@@ -202,11 +202,10 @@ class TimeModel:
 
         The algorithm is Whale's. Shares stay equal where equal ones are best.
         """
-        rows, unit = self.config.deepspeed.train_batch_size, layout.ep_size * layout.micro_batches_at_once
-        units, size = rows // (layout.micro_batch_size * unit), layout.ep_size * layout.tp_size
-        groups = layout.world_size // size
-        if rows % (layout.micro_batch_size * unit) or units < groups:
+        rows, split = self.config.deepspeed.train_batch_size, layout.batch_split()
+        if split.ranks % split.ep_size or any(split.refusals(rows)):  # forced sizes need not divide each other
             return layout
+        size = split.ep_size * layout.tp_size
         types = self.cluster.nodes
         speeds = [1 / sum(self._on(nodes)._passes(layout).values()) for nodes in types]
         ends = list(itertools.accumulate(nodes.num_devices for nodes in types))
@@ -216,8 +215,7 @@ class TimeModel:
             first = bisect.bisect_right(ends, group * size)
             return min(speeds[first : bisect.bisect_left(ends, (group + 1) * size) + 1])
 
-        counts = apportion(units, list(map(speed, range(groups))), least=1)
-        shares = shortened([count * layout.micro_batches_at_once for count in counts for _ in range(layout.ep_size)])
+        shares = shortened(split.in_proportion(rows, list(map(speed, range(split.groups)))))
         return layout if len(set(shares)) == 1 else replace(layout, shares=shares)
 
     def _after(

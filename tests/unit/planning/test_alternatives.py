@@ -5,6 +5,9 @@ What a plan says of host updates that are one step late.
 Groups of ranks that divide matrices: the search, prices, memory, and what reports say of them.
 """
 
+import itertools
+import math
+import operator
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +19,7 @@ from torch import nn
 
 from m6.architecture.received import received_by_attention, received_by_feed_forward
 from m6.config.run import RunConfig, load_config, parse_config
+from m6.errors import UserError
 from m6.planning.cost.communication_time import tensor_block_s
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
@@ -67,6 +71,53 @@ def test_unequal_devices_take_unequal_shares():
         for share, alone in ((faster, fast), (slower, slow))
     ]
     assert result.best.time.compute + result.best.time.exchange == pytest.approx(max(seconds))
+
+
+def with_groups(rows: int, ranks: int, **parallel: Any) -> RunConfig:
+    """A run with experts whose matrices ``ranks`` neighbours divide."""
+    document = load_config(CONFIGS / "m6_base.json").document
+    document["train_batch_size"], document["train_micro_batch_size_per_gpu"] = rows, 1
+    document["zero_optimization"] = {"stage": 1}
+    document["m6"]["training"]["ep_size"] = 1
+    document["m6"]["parallel"] = {"tensor": {"num_ranks": ranks}, **parallel}
+    return parse_config(document)
+
+
+def of_types(*counts: int) -> Cluster:
+    """A cluster of so many A100s and V100s."""
+    types = load_cluster(Path("a100_v100_mixed")).nodes
+    nodes = [
+        each.model_copy(update={"count": 1, "devices_per_node": count})
+        for each, count in zip(types, counts, strict=True)
+    ]
+    return Cluster(name="mixed", nodes=nodes)
+
+
+@pytest.mark.parametrize(
+    ("fast", "slow", "ep_size", "tp_size"),
+    [(4, 4, 4, 2), (4, 8, 4, 4), (4, 4, 8, 2), (2, 4, 2, 1), (2, 4, 1, 2), (2, 6, 4, 2)],
+)
+def test_shares_of_tensor_groups_with_experts(fast: int, slow: int, ep_size: int, tp_size: int):
+    """Ranks that exchange tokens get equal shares, and no other shares end the passes of a step sooner."""
+    rows, subject = 48, Planner(with_groups(48, 2), of_types(fast, slow))
+    plain = ParallelLayout(fast + slow, ep_size, tp_size, zero_stage=1, micro_batch_size=1)
+    one, other = (sum(subject.time._on(nodes)._passes(plain).values()) for nodes in subject.cluster.nodes)
+    of_ranks, size = [one] * fast + [other] * slow, math.lcm(ep_size, tp_size)
+    of_groups = [max(of_ranks[first : first + size]) for first in range(0, fast + slow, size)]
+    most = rows * tp_size // size  # micro-batches of a rank if only its group computed
+    some = itertools.product(range(1, most), repeat=len(of_groups) - 1)
+    ways = [(*each, most - sum(each)) for each in some if sum(each) < most] or [(most,)]
+    best = min(max(map(operator.mul, way, of_groups)) for way in ways)
+    found = subject.time.balanced(plain)
+    shares = [share for share in found.batch_split().shares(rows) for _ in range(tp_size)]
+    assert max(map(operator.mul, shares, of_ranks)) == pytest.approx(best)
+    assert bool(found.shares) == (len(set(of_groups)) > 1)
+
+
+def test_a_forced_size_that_divides_nothing_is_refused_on_mixed_devices():
+    subject = planner("m6_base", "a100_v100_mixed", "train_batch_size=512", forced={"ep_size": 256, "pp_size": 1})
+    with pytest.raises(UserError, match="ep_size 256 does not divide both 128 data-parallel ranks and 32 experts"):
+        subject.search()
 
 
 LAYOUT = ParallelLayout(

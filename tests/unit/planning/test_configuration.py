@@ -27,6 +27,28 @@ def test_layout_survives_the_journey_through_json():
         assert changed.deepspeed.train_batch_size == config.deepspeed.train_batch_size
 
 
+@pytest.mark.parametrize(("ep_size", "tp_size", "at_once"), [(1, 2, 1), (2, 1, 2), (2, 4, 1), (3, 2, 1), (4, 2, 1)])
+def test_a_layout_splits_a_batch_as_its_json(tmp_path, ep_size: int, tp_size: int, at_once: int):
+    """Exchanges of 3 ranks overlap tensor groups of 2, so that ranks of 3 groups need equal shares."""
+    layout = ParallelLayout(
+        24, ep_size, tp_size, zero_stage=1, micro_batch_size=2, micro_batches_at_once=at_once, shares=(3, 5)
+    )
+    rows = 2 * 4 * at_once * layout.dp_size
+    layout = replace(layout, shares=(3 * at_once, 5 * at_once))
+    section = {} if tp_size == 1 else {"tensor": {"num_ranks": tp_size}}
+    document = tiny_document(
+        tmp_path,
+        train_batch_size=rows,
+        bf16={"enabled": True},
+        zero_optimization={"stage": 1},
+        m6__moe__num_experts=12,
+        m6__model__num_attention_heads=4,
+        m6__parallel=section,
+    )
+    changed = configured(parse_config(document), layout)
+    assert layout.batch_split(("a reason",)) == replace(changed.batch_split(24), equal_for=("a reason",))
+
+
 def test_experts_stream_where_the_run_says_so(tmp_path):
     plain = parse_config(tiny_document(tmp_path))
     streaming = parse_config(tiny_document(tmp_path, m6__offload__device_budget_mib=1.0))
