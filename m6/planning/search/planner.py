@@ -98,19 +98,20 @@ class Planner:
     def candidates(self) -> Iterator[ParallelLayout]:
         """Every layout of the cluster's devices with sizes that divide each other, feasible or not.
 
-        Forced values need not divide anything.
+        Forced values need not divide anything. Of pipelines with tensor groups only the sizes of the run's own JSON are
+        visited: few runs need both, and they would be most of a search.
         """
         world, rows = self.cluster.num_devices, self.config.deepspeed.train_batch_size
         experts = 1 if self.config.m6.moe is None else self.config.model.moe_config().num_experts
-        layers = self.config.model.num_layers
+        layers, own = self.config.model.num_layers, (self.config.tensor_size, self.config.pipeline_size)
         schedules = SEARCHED if self.config.m6.gradient_delay is None else (FLUSHLESS,)  # others are refused
         for (tp_size, placement), pp_size in itertools.product(
             self._tensor_groups(), self._values("pp_size", (size for size in divisors(world) if size <= layers))
         ):
             if world % pp_size or (world % (tp_size * pp_size) and not self.forced):
                 continue
-            if tp_size > 1 and pp_size > 1 and "pp_size" not in self.forced:
-                continue  # few runs need both, and they would be most of a search
+            if tp_size > 1 and pp_size > 1 and "pp_size" not in self.forced and (tp_size, pp_size) != own:
+                continue
             dp_size = max(1, world // (tp_size * pp_size))
             axes: dict[str, list[Any]] = {
                 "ep_size": self._values("ep_size", divisors(math.gcd(dp_size * tp_size, experts))),

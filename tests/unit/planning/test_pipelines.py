@@ -53,6 +53,21 @@ def test_pipelines_are_those_of_brute_force_over_every_cut(cluster: Cluster, row
     assert found.fastest(pipeline=True).time.bubble > 0
 
 
+@pytest.mark.parametrize("experts", [True, False])
+def test_a_pipeline_of_tensor_groups_is_visited_if_it_is_the_runs_own(experts: bool):
+    document = small_base(8, num_layers=4).document
+    document["zero_optimization"] = {"stage": 1}
+    document["m6"]["moe"] = document["m6"]["moe"] if experts else None
+    document["m6"]["parallel"] = {"tensor": {"num_ranks": 2}, "pipeline": {"num_ranks": 2}}
+    config = parse_config(document)
+    subject, own = Planner(config, few(8)), layout_of(config, 8)
+    visited = {(layout.tp_size, layout.pp_size) for layout in subject.candidates()}
+    assert {sizes for sizes in visited if min(sizes) > 1} == {(2, 2)}
+    plans = subject.search(sys.maxsize).plans
+    [price] = [plan.time.total for plan in plans if replace(plan.layout, cut=own.cut) == own]
+    assert price <= subject.time(own).total
+
+
 def late(config: RunConfig, **changes: Any) -> RunConfig:
     """The run with gradients one step late."""
     document = copy.deepcopy(config.document)
