@@ -54,7 +54,7 @@ def plan_report(planner: Planner, result: SearchResult, whole: str = "", num_pla
         *(alternatives(planner, result) or ["- nothing that would apply"]),
         "",
         tally_line(result),
-        *notes(planner),
+        *notes(planner, best.layout),
     ]
     return "\n".join(lines)
 
@@ -125,7 +125,7 @@ def explanation(planner: Planner, judged: PricedLayout | Rejection) -> str:
         time_table(judged.time),
         "",
         memory_table(planner, judged.layout),
-        *notes(planner),
+        *notes(planner, judged.layout),
     ]
     return "\n".join(lines)
 
@@ -166,8 +166,8 @@ def tally_line(result: SearchResult) -> str:
     return f"{result.visited:,} layouts: {'; '.join(parts)}."
 
 
-def notes(planner: Planner) -> list[str]:
-    """Lines about the limits of the figures."""
+def notes(planner: Planner, layout: ParallelLayout) -> list[str]:
+    """Lines about the limits of a layout's figures."""
     device, dtype = planner.time.nodes.device, planner.time.dtype
     found = []
     if dtype not in device.matmul_flops:
@@ -177,10 +177,12 @@ def notes(planner: Planner) -> list[str]:
             f"Uncalibrated ({planner.profile.source}): trust the memory, rank by the times, do not quote them."
         )
     if planner.cluster.is_mixed:
-        found.append(
-            "Devices differ: all ranks that hold the same layers get the same share of a batch, so the slowest of them "
-            "sets the pace. A part of the devices can be faster, and is planned where it is."
+        pace = (
+            "all ranks that hold the same layers get the same share of a batch, so the slowest of them sets the pace."
         )
+        if layout.shares:
+            pace = "each rank gets its share of a batch (m6.parallel.shares), and the last one to end sets the pace."
+        found.append(f"Devices differ: {pace} A part of the devices can be faster, and is planned where it is.")
     return ["", *(f"Note: {text}" for text in found)] if found else []
 
 

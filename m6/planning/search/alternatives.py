@@ -305,15 +305,16 @@ def _slice_line(planner: Planner, found: PricedLayout) -> str:
 
 
 def _share_line(planner: Planner, best: PricedLayout) -> str:
-    """Compares Whale's shares of the global batch with equal ones."""
-    text = "- Unequal shares (m6.parallel.shares)"
-    plain = replace(best.layout, pp_size=1, cut=(), shares=())
-    balanced = planner.time.balanced(plain)
-    other = plain if best.layout.shares else balanced
-    if other == best.layout:
-        return f"{text}: equal ones are the best."
+    """Compares Whale's shares of the global batch with equal ones, in a layout without a pipeline if the plan has equal
+    ones: a pipeline gives slow devices fewer layers instead."""
+    own, text = best.layout, "- Unequal shares (m6.parallel.shares)"
+    other = replace(own, shares=()) if own.shares else planner.time.balanced(replace(own, pp_size=1, cut=()))
+    if other.pp_size < own.pp_size:
+        text += " without a pipeline"
     judged = planner.evaluate(other)
     if isinstance(judged, Rejection):
         return f"{text}: {judged.layout}: {judged.reason}."
-    which = "equal ones" if best.layout.shares else f"{list(balanced.shares)}"
+    if not own.shares and not other.shares:
+        return f"{text}: equal ones are the best."
+    which = list(other.shares) or "equal ones"
     return f"{text}: {which} change the time of a step by {judged.time.total / best.time.total - 1:+.1%}."

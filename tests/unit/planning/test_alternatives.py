@@ -25,6 +25,7 @@ from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.machine.cluster import Cluster, RankGroup, load_cluster
 from m6.planning.machine.profile import Profile
+from m6.planning.reports import explanation
 from m6.planning.search.alternatives import alternatives, delay_line, flushless_line
 from m6.planning.search.configuration import configure, layout_of, parse_forced
 from m6.planning.search.planner import Planner, PricedLayout
@@ -62,6 +63,9 @@ def test_unequal_devices_take_unequal_shares():
     faster, slower = result.best.layout.shares
     assert faster > slower
     assert re.search(r"equal ones change the time of a step by \+\d+\.\d%", line)
+    equal = subject.evaluate(replace(result.best.layout, shares=()))
+    for told, same in ((explanation(subject, result.best), False), (explanation(subject, equal), True)):
+        assert ("get the same share of a batch" in told, "gets its share of a batch" in told) == (same, not same)
     assert configure(subject.config, result.best.layout)["m6"]["parallel"]["shares"] == [faster, slower]
     # Each type of devices ends its passes at its own time, and the step is that of the last one.
     layout = result.best.layout
@@ -71,6 +75,25 @@ def test_unequal_devices_take_unequal_shares():
         for share, alone in ((faster, fast), (slower, slow))
     ]
     assert result.best.time.compute + result.best.time.exchange == pytest.approx(max(seconds))
+
+
+@pytest.mark.parametrize(
+    ("forced", "expected"),
+    [
+        ({"pp_size": 2, "micro_batch_size": 4}, " without a pipeline: equal ones are the best."),
+        ({"pp_size": 2, "micro_batch_size": 1}, r" without a pipeline: \[\d, \d\] change the time of a step by [+-]"),
+        ({"pp_size": 1, "micro_batch_size": 4}, ": equal ones are the best."),
+        ({"pp_size": 1, "shares": (6, 2)}, r": equal ones change the time of a step by \+"),
+        ({"pp_size": 2, "shares": (10, 6)}, r": equal ones change the time of a step by -"),
+    ],
+    ids=str,
+)
+def test_what_a_plan_says_of_shares(forced: dict[str, Any], expected: str):
+    forced = {"zero_stage": 1, "micro_batch_size": 1, "ep_size": 1, "checkpointing": False} | forced
+    subject = planner("m6_base", "a100_v100_mixed", "train_batch_size=16", forced=forced)
+    subject = subject.changed(cluster=of_types(2, 2))
+    [line] = [line for line in alternatives(subject, subject.search()) if "m6.parallel.shares" in line]
+    assert re.fullmatch(rf"- Unequal shares \(m6.parallel.shares\){expected}.*", line)
 
 
 def with_groups(rows: int, ranks: int, **parallel: Any) -> RunConfig:
