@@ -221,9 +221,10 @@ def _experts_line(planner: Planner, layout: ParallelLayout) -> str:
     sizes = (_RANKS, tokens, model.hidden_size, model.ffn_hidden_size)
     divided = ", ".join(f"{name} {said(received_by_pair(name, *sizes))}" for name in PLACEMENTS)
     return (
-        f"- Divided matrices (m6.parallel.tensor; not for experts, which ep_size divides already): for the {tokens} "
-        f"tokens of an expert in a micro-batch each of {_RANKS} ranks would receive {divided} elements; with ep_size "
-        f"{_RANKS} it is {said(received_by_expert(_RANKS, tokens, model.hidden_size))}."
+        "- Divided matrices (m6.parallel.tensor): of experts the ranks of a group divide the tokens, and only groups "
+        f"of the run's own JSON are priced. If they divided the matrices of experts, too, each of {_RANKS} ranks would "
+        f"receive {divided} elements for the {tokens} tokens of an expert in a micro-batch; with ep_size {_RANKS} it "
+        f"is {said(received_by_expert(_RANKS, tokens, model.hidden_size))}."
     )
 
 

@@ -317,3 +317,4 @@ def test_reports_say_what_dense_runs_and_experts_would_gain():
     one, square, cube, whole = numbers
     assert whole * 64 == pytest.approx(one, rel=1e-3)
     assert min(one, square, cube) > 10 * whole
+    assert "of experts the ranks of a group divide the tokens, and only groups of the run's own JSON are priced" in line
