@@ -44,9 +44,10 @@ class TreeShape:
         first = sum(self.shares[:group])
         return first, first + self.shares[group]
 
-    def branches(self, group: int) -> list[Branch]:
-        """The largest whole branches in the leaves of a group, in their order."""
-        return list(_inside((0, self.leaves), self.part(group)))
+    @functools.cached_property
+    def branches(self) -> tuple[tuple[Branch, ...], ...]:
+        """The largest whole branches in the leaves of each group, in their order."""
+        return tuple(tuple(_inside((0, self.leaves), self.part(group))) for group in range(len(self.shares)))
 
     def joins(self, group: int, leaf: int) -> int:
         """How many branches of a group end with a leaf: so many pairs of sums become one after it."""

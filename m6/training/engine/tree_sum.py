@@ -62,7 +62,7 @@ def sum_over_ranks(
     """
     if shape.ranks == 1:
         return list(branches[0])
-    held = [len(shape.branches(row)) for row in range(len(shape.shares)) for _ in range(shape.group_size)]
+    held = [len(of_group) for of_group in shape.branches for _ in range(shape.group_size)]
     found: list[Tensor] = []
     for bucket in zip(*map(buckets, branches), strict=True):
         flat = torch.stack([torch.cat([each.reshape(-1).to(device) for each in tensors]) for tensors in bucket])
@@ -81,19 +81,14 @@ def sum_over_ranks(
 
 def _tree(sums: Tensor, shape: TreeShape) -> Tensor:
     """Sums [branches of all ranks, n] to [n]: each column along the tree, then the columns in order."""
-    groups = range(len(shape.shares))
     rows = iter(sums)
-    of_ranks = {
-        (group, place): list(itertools.islice(rows, len(shape.branches(group))))
-        for group in groups
-        for place in range(shape.group_size)
-    }
-    names = [branch for group in groups for branch in shape.branches(group)]
+    columns: list[dict[Branch, Tensor]] = [{} for _ in range(shape.group_size)]
+    for branches, column in itertools.product(shape.branches, columns):
+        column.update(zip(branches, itertools.islice(rows, len(branches)), strict=True))
     total: Tensor | None = None
-    for place in range(shape.group_size):
-        column = [each for group in groups for each in of_ranks[group, place]]
-        of_place = _total(dict(zip(names, column, strict=True)), (0, shape.leaves))
-        total = of_place if total is None else total.add_(of_place)
+    for column in columns:
+        of_column = _total(column, (0, shape.leaves))
+        total = of_column if total is None else total.add_(of_column)
     assert total is not None
     return total
 

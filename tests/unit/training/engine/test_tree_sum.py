@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from m6.config import sum_tree
 from m6.config.sum_tree import TreeShape, most_sums
 from m6.training.engine.tree_sum import BranchSum, _tree
 
@@ -91,10 +92,18 @@ def test_branches_of_a_rank_are_few():
         levels = (leaves - 1).bit_length()
         for first in range(leaves):
             for end in range(first + 1, leaves + 1):
-                branches = TreeShape((first, end - first, leaves - end)).branches(1)
+                branches = TreeShape((first, end - first, leaves - end)).branches[1]
                 assert len(branches) <= 2 * levels
                 assert [branches[0][0], branches[-1][1]] == [first, end]
-    assert {len(TreeShape((6,) * 4).branches(group)) for group in range(4)} == {1}
+    assert [len(branches) for branches in TreeShape((6,) * 4).branches] == [1] * 4
+
+
+def test_branches_are_found_once(monkeypatch: pytest.MonkeyPatch):
+    """A step adds up hundreds of buckets with the same tree, of thousands of ranks."""
+    shape, sums = TreeShape((3, 4, 1), 2), torch.randn(12, 5)
+    first = _tree(sums.clone(), shape)
+    monkeypatch.delattr(sum_tree, "_inside")
+    assert torch.equal(_tree(sums.clone(), shape), first)
 
 
 def test_a_sum_of_too_few_leaves_is_an_error():
