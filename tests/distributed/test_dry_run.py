@@ -52,6 +52,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "fp16, rows in float8 both ways": {"bf16": {}, "fp16": ENABLED, "payload": "float8_both"},
     "stage 2, late gradients": {"late": True},
     "two nodes of eight, to which tokens go first, in two parts": {"nodes_of": 8},
+    "larger gates first": {"first": "probability"},
     "two micro-batches in turns": {"turns": True},
     "two micro-batches in turns, recomputed": {"turns": True, "recomputed": True},
 }
@@ -60,6 +61,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 def small(
     nodes_of: int | None = None,
     payload: str = "same",
+    first: str = "position",
     late: bool = False,
     turns: bool = False,
     recomputed: bool = False,
@@ -68,7 +70,7 @@ def small(
     document = load_config(CONFIGS / "m6_10b.json").document
     document["m6"]["model"] |= {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
     document["m6"]["training"]["activation_checkpointing"] = recomputed
-    document["m6"]["moe"]["payload"] = payload
+    document["m6"]["moe"] |= {"payload": payload, "drop_order": first}
     document["m6"]["gradient_delay"] = {"accept_loss": True} if late else None
     if nodes_of is not None:
         document["m6"]["moe"] |= {"ranks_per_node": nodes_of, "overlap_parts": 2}

@@ -29,6 +29,7 @@ _SMALL_NUMEL = 64  # smaller tensors stay real: scalars, sizes, learning rates
 _aten = torch.ops.aten
 _c10d = torch.ops.c10d
 _CHOICES = (_aten.topk.default, _aten.max.dim, _aten.argmax.default)
+_SORTS = (_aten.sort.default, _aten.sort.stable, _aten.argsort.default, _aten.argsort.stable)
 
 
 class FakeWorld(TorchDispatchMode):
@@ -92,6 +93,8 @@ class FakeWorld(TorchDispatchMode):
             output = function(*args, **kwargs)
         if function in _CHOICES:
             output = _with_even_choices(output, args[0])
+        elif function in _SORTS:
+            output = _in_order(output)
         self._count(output)
         return output
 
@@ -239,6 +242,14 @@ def _with_even_choices(output: Any, scores: Tensor) -> Any:
         places = torch.arange(math.prod(between)).view(*between, 1) + torch.arange(num_choices)
         even = (first + places).remainder(scores.shape[-1]).view(tuple(indices.shape))
     return even if values is None else (values, even)
+
+
+def _in_order(output: Any) -> Any:
+    """``output`` of sort or argsort along the last dimension with real indices, which leave all rows as they are."""
+    values, indices = output if isinstance(output, (tuple, list)) else (None, output)
+    with _disable_current_modes():
+        places = torch.arange(indices.shape[-1]).expand(tuple(indices.shape)).clone()
+    return places if values is None else (values, places)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any, **kwargs: Any) -> Tensor:
