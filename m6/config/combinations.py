@@ -226,11 +226,7 @@ CLIPPING = Feature(
     "set gradient_clipping to 0",
 )
 MUON, LAMB, LARS = map(_optimizer, UPDATE_NO_OFFLOADED)
-NOT_ADAMW = Feature(
-    'optimizer.type other than "AdamW"',
-    lambda run: None if run.deepspeed.optimizer_type == "AdamW" else f'optimizer.type "{run.deepspeed.optimizer_type}"',
-    'use optimizer.type "AdamW"',
-)
+ADAFACTOR = _optimizer("Adafactor")
 PARTS_OF_NORMS = Feature(
     'optimizer.type "Lamb" or "Lars" at zero_optimization.stage 1',
     lambda run: (
@@ -397,7 +393,6 @@ FACTS: tuple[Fact, ...] = (
         "micro-batches one after the other",
         {
             PIPELINE: "has a schedule, which gives micro-batches their turns",
-            TENSOR: "sums up one micro-batch at a time",
             CORRELATION: "tells the gradients of layers apart as one micro-batch runs through them",
             OVERLAP: "already computes something beside each part of an exchange",
             HOST_ACTIVATIONS: "offloads activations block by block of one micro-batch",
@@ -492,12 +487,10 @@ FACTS: tuple[Fact, ...] = (
     Fact(
         "whole matrices on a rank",
         {
-            NOT_ADAMW: "takes means or norms over whole matrices",
+            ADAFACTOR: "keeps means over the rows and the columns of whole matrices",
             COMPRESSION: "compresses gradients of whole matrices",
             LORA: "puts adapters beside whole matrices, and beside experts with all tokens",
             ZERO_3: "divides each matrix over all ranks of the run",
-            HOST_STATES: "keeps states of whole matrices in host memory",
-            PSEUDO: "shares the weights of whole layers",
         },
         {TENSOR: "gives a rank a part of each matrix"},
     ),

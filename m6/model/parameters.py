@@ -193,7 +193,8 @@ def matrices_of_blocks(model: nn.Module, config: ModelSettings) -> dict[Tensor, 
         model: the model, or a part of it.
 
     Returns:
-        for each parameter the number of its matrices, and the rows and columns of one.
+        for each parameter the number of its matrices, and the rows and columns of one; for a part of a sharded
+        parameter those of the whole.
     """
     found: dict[Tensor, tuple[int, int, int]] = {}
     for name, parameter in model.named_parameters():
@@ -201,7 +202,7 @@ def matrices_of_blocks(model: nn.Module, config: ModelSettings) -> dict[Tensor, 
         if match is None or not parameter.requires_grad:
             continue
         stacked = {"qkv": 3, "w_in": _inputs_per_unit(config)}.get(match[match.lastindex or 0], 1)
-        *experts, rows, columns = parameter.shape
+        *experts, rows, columns = getattr(parameter, "shard", parameter).shape
         found[parameter] = (math.prod(experts) * stacked, rows // stacked, columns)
     return found
 

@@ -58,8 +58,12 @@ class Grid:
             for axis in range(len(self.shape))
         ]
         self.place = next(list(ranks).index(rank) for ranks in groups if rank in ranks)
+        self.coordinates = self.coordinates_of(self.place)
+
+    def coordinates_of(self, place: int) -> tuple[int, ...]:
+        """Returns the coordinates of the rank with this number in its tensor group."""
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        self.coordinates = tuple(self.place // stride % size for stride, size in zip(strides, self.shape, strict=True))
+        return tuple(place // stride % size for stride, size in zip(strides, self.shape, strict=True))
 
     def gather(self, part: Tensor, axis: int | None = None, dim: int = 0) -> Tensor:
         """All-gathers parts [m, n] along an axis, or over all ranks, and concatenates them in ``dim``, 0 or 1."""
@@ -114,11 +118,12 @@ class Division:
     gathered: int | None = None
     summed: int | None = None
 
-    def part(self, whole: Tensor, grid: Grid) -> Tensor:
-        """This rank's part of a matrix [..., M, N], as a view."""
+    def part(self, whole: Tensor, grid: Grid, place: int | None = None) -> Tensor:
+        """A rank's part of a matrix [..., M, N], as a view; ``place``: its number in the group, None: this rank."""
+        coordinates = grid.coordinates if place is None else grid.coordinates_of(place)
         for dim, axes in ((-2, self.rows), (-1, self.columns)):
             for axis in axes:
-                whole = whole.unflatten(dim, (grid.shape[axis], -1)).select(dim - 1, grid.coordinates[axis])
+                whole = whole.unflatten(dim, (grid.shape[axis], -1)).select(dim - 1, coordinates[axis])
         return whole
 
     def whole(self, part: Tensor, grid: Grid) -> Tensor:
@@ -207,15 +212,34 @@ BY_NAME: dict[PlacementName, Placement] = {
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a parameter on this rank.
+    """The part of a parameter on this rank. The ranks of the tensor group have all its elements, each one once.
 
     Attributes:
         shape: of the whole parameter.
-        of: maps the whole parameter to this rank's part, a view.
+        grid: of the tensor group.
+        of_place: maps the whole parameter to the part of the rank with this number in the group, a view.
     """
 
     shape: tuple[int, ...]
-    of: Callable[[Tensor], Tensor]
+    grid: Grid
+    of_place: Callable[[Tensor, int], Tensor]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the part."""
+        return math.prod(self.shape) // self.grid.num_ranks
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This rank's part of the whole parameter, a view."""
+        return self.of_place(whole, self.grid.place)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """All-gathers the parts, each with the elements of ``of`` in order, to the whole parameter."""
+        whole = part.new_empty(self.shape)
+        for place, found in enumerate(self.grid.gather(part.reshape(1, -1))):
+            view = self.of_place(whole, place)
+            view.copy_(found.view_as(view))
+        return whole
 
 
 class _Product(torch.autograd.Function):
@@ -316,7 +340,7 @@ class DividedLinear(_Divided):
     def __init__(self, linear: nn.Linear, product: ProductPlacement, grid: Grid, stacked: int = 1) -> None:
         super().__init__()
         self._product, self._grid, self._stacked = product, grid, stacked
-        weight = Shard(tuple(linear.weight.shape), self._of_weight)
+        weight = Shard(tuple(linear.weight.shape), grid, self._of_weight)
         self.shards = {"weight": weight}
         # [inputs, stacked, outputs of one] -> [inputs, outputs].
         self.weight = nn.Parameter(
@@ -324,8 +348,8 @@ class DividedLinear(_Divided):
         )
         self.bias = nn.Parameter(linear.bias.detach().clone())
         if len(grid.shape) == 1 and product.outputs.columns:
-            self.shards["bias"] = Shard(tuple(linear.bias.shape), self._of_bias)
-            self.bias = nn.Parameter(self._of_bias(linear.bias.detach()).flatten().clone())
+            self.shards["bias"] = bias = Shard(tuple(linear.bias.shape), grid, self._of_bias)
+            self.bias = nn.Parameter(bias.of(linear.bias.detach()).flatten().clone())
         self._mark()
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -336,12 +360,12 @@ class DividedLinear(_Divided):
             bias = _PartOfBias.apply(bias, self._product.outputs, self._grid)
         return (outputs + bias.to(outputs.dtype)).unflatten(0, inputs.shape[:-1])
 
-    def _of_weight(self, whole: Tensor) -> Tensor:
+    def _of_weight(self, whole: Tensor, place: int) -> Tensor:
         parts = whole.unflatten(0, (self._stacked, -1)).transpose(1, 2)
-        return self._product.matrix.part(parts, self._grid).transpose(0, 1)
+        return self._product.matrix.part(parts, self._grid, place).transpose(0, 1)
 
-    def _of_bias(self, whole: Tensor) -> Tensor:
-        return self._product.outputs.part(whole.unflatten(0, (self._stacked, 1, -1)), self._grid)
+    def _of_bias(self, whole: Tensor, place: int) -> Tensor:
+        return self._product.outputs.part(whole.unflatten(0, (self._stacked, 1, -1)), self._grid, place)
 
 
 class DividedFFN(DenseFFN):
@@ -390,8 +414,8 @@ class DividedSharedExperts(_Divided, SharedExperts):
             of = {"w_in": self._of_inputs, "b_in": self._of_inputs, "w_out": self._of_outputs}.get(name)
             part = parameter.detach()
             if of is not None:
-                self.shards[name] = Shard(tuple(parameter.shape), of)
-                part = of(part)
+                self.shards[name] = Shard(tuple(parameter.shape), grid, of)
+                part = self.shards[name].of(part)
             if name.endswith("_in"):  # [stacked, outputs of one, ...] -> [outputs, ...]
                 part = part.flatten(0, 1)
             self.register_parameter(name, nn.Parameter(part.clone(memory_format=torch.contiguous_format)))
@@ -404,11 +428,11 @@ class DividedSharedExperts(_Divided, SharedExperts):
         output: Tensor = _Sum.apply(F.linear(hidden, self.w_out), self._grid)
         return output if self.b_out is None else output + self.b_out.to(output.dtype)
 
-    def _of_inputs(self, whole: Tensor) -> Tensor:
-        return whole.unflatten(0, (self._stacked, self._grid.num_ranks, -1)).select(1, self._grid.place)
+    def _of_inputs(self, whole: Tensor, place: int) -> Tensor:
+        return whole.unflatten(0, (self._stacked, self._grid.num_ranks, -1)).select(1, place)
 
-    def _of_outputs(self, whole: Tensor) -> Tensor:
-        return whole.unflatten(1, (self._grid.num_ranks, -1)).select(1, self._grid.place)
+    def _of_outputs(self, whole: Tensor, place: int) -> Tensor:
+        return whole.unflatten(1, (self._grid.num_ranks, -1)).select(1, place)
 
 
 class _Shared(torch.autograd.Function):

@@ -21,6 +21,8 @@ EXPERTS: dict[str, Any] = {"num_experts": 4, "num_prototypes": 2}
 GROUPS = {"m6__parallel__tensor": tensor(2)}
 STAGES = {"m6__parallel__pipeline": pipeline(2, "1f1b")}
 SPLIT = {"m6__training__ep_size": 2}
+TURNS = {"m6__training__micro_batches_at_once": 2}
+SHARED = {"m6__pseudo_to_real": {"num_groups": 2, "switch": "step", "switch_step": 2}}
 LAYERS = {"m6__model__num_layers": 4}
 
 
@@ -35,6 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("groups")
     tiny_document(folder)  # builds the data before the ranks start
     return folder
+
+
+MUON, LAMB, LARS = (
+    {"optimizer": {"type": name, "params": {"lr": 0.01, "weight_decay": 0.1, **params}}}
+    for name, params in (("Muon", {}), ("Lamb", {}), ("Lars", {"lr": 2.0, "trust_coefficient": 0.01}))
+)
+ON_HOST = {"zero_optimization__offload_optimizer": {"device": "cpu"}}
 
 
 # name -> (changes of the run, its layout on 4 ranks, ZeRO stage)
@@ -56,6 +65,39 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "stages without a flush": ({"m6__gradient_delay": {"accept_loss": True}}, {**GROUPS, **STAGES, **SPLIT}, 1),
     "offloaded": ({"m6__offload": OFFLOAD}, {**GROUPS, **SPLIT}, 1),
     "offloaded stages": ({"m6__offload": OFFLOAD}, {**GROUPS, **STAGES}, 0),
+    "turns": (
+        {"m6__moe": {**ROUTING, "router_jitter": 0.1}, "m6__model__moe_layer_frequency": 2, **LAYERS},
+        {**GROUPS, "m6__training__ep_size": 4, **TURNS},
+        1,
+    ),
+    "turns, offloaded": (
+        {"m6__moe": EXPERTS, "m6__offload": OFFLOAD, "m6__training__activation_checkpointing": True},
+        {**GROUPS, **SPLIT, **TURNS},
+        1,
+    ),
+    "shared layers": ({"m6__moe": ROUTING, **SHARED, **LAYERS}, {**GROUPS, **SPLIT}, 1),
+    # Attention and norms alone are shared, whose gradients are means over their uses.
+    "shared parts": (
+        {
+            "m6__moe": None,
+            "m6__pseudo_to_real": {"switch_step": 2, "shared": ["attention", "norms"], "gradient": "mean"},
+        },
+        {"m6__parallel__tensor": tensor(4, "2d")},
+        0,
+    ),
+    "shared layers in stages": ({**SHARED, **LAYERS}, {**GROUPS, **STAGES}, 1),
+    "optimizer on the host": ({}, {**GROUPS, **SPLIT, **ON_HOST}, 1),
+    "optimizer on the host, ZeRO 2": ({"m6__moe": None}, {**GROUPS, **ON_HOST}, 2),
+    "Muon": ({"m6__moe": ROUTING, **MUON}, {**GROUPS, **SPLIT}, 1),
+    "Muon, ZeRO 0": ({"m6__moe": ROUTING, **MUON}, GROUPS, 0),
+    "Muon on a square, ZeRO 2": ({"m6__moe": None, **MUON}, {"m6__parallel__tensor": tensor(4, "2d")}, 2),
+    "Muon in stages": ({**MUON, **LAYERS}, {**GROUPS, **STAGES}, 1),
+    "Muon one step late": ({**MUON, "m6__gradient_delay": {}, **LAYERS}, {**GROUPS, **STAGES}, 1),
+    "Lamb": ({"m6__moe": ROUTING, **LAMB}, {**GROUPS, **SPLIT}, 1),
+    "Lamb, ZeRO 0": (LAMB, GROUPS, 0),
+    "Lars, ZeRO 2": ({"m6__moe": ROUTING, **LARS}, GROUPS, 2),
+    "Lars on a square in one group": ({"m6__moe": None, **LARS}, {"m6__parallel__tensor": tensor(4, "2d")}, 1),
+    "Lars in stages": ({**LARS, **LAYERS}, {**GROUPS, **STAGES}, 1),
 }
 # 16 bits round the sums of different orders.
 ROUNDED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
@@ -182,3 +224,19 @@ def test_a_run_resumes_on_other_layouts(folder: Path):
         run_distributed(train, ranks, document(folder, zero, **total, **layout), str(root), stop_at)
     assert losses(root) == pytest.approx(losses(folder / "straight"), rel=TOLERANCE)
     assert norms(root) == pytest.approx(norms(folder / "straight"), rel=10 * TOLERANCE)
+
+
+def test_layers_are_delinked_on_other_layouts(folder: Path):
+    """With the momentum of Muon, and before, at and after the switch."""
+    total = {"m6__training__total_steps": 4, "m6__moe": ROUTING, **MUON, **SHARED, **LAYERS}
+    run_distributed(train, 1, document(folder, 0, **total), str(folder / "delinked straight"))
+    root = folder / "delinked wandering"
+    for ranks, zero, layout, stop_at in [
+        (2, 1, {**GROUPS, **SPLIT}, 1),
+        (4, 0, {**GROUPS, **STAGES}, 2),
+        (1, 1, {}, 3),
+        (4, 1, {**GROUPS, "m6__training__ep_size": 4}, None),
+    ]:
+        run_distributed(train, ranks, document(folder, zero, **total, **layout), str(root), stop_at)
+    assert losses(root) == pytest.approx(losses(folder / "delinked straight"), rel=TOLERANCE)
+    assert norms(root) == pytest.approx(norms(folder / "delinked straight"), rel=10 * TOLERANCE)

@@ -138,7 +138,7 @@ class MemoryModel:
         self._moe = None if config.m6.moe is None else config.model.moe_config()
         self._activations: dict[tuple[int, bool, int, int], tuple[int, int, int]] = {}
         self._pipelines: dict[tuple[int, bool, int, int], PipelineActivations] = {}
-        self._counts: dict[tuple[int, bool, tuple[tuple[Block, int, int], ...]], ParameterCounts] = {}
+        self._counts: dict[tuple[int, bool, bool, tuple[tuple[Block, int, int], ...]], ParameterCounts] = {}
         self._chunks: dict[tuple[int, int, bool, tuple[tuple[Block, int, int], ...]], RankChunks] = {}
         self._expert_stores: dict[tuple[int, int], ExpertStore] = {}
         self._owned_shares: dict[ParallelLayout, list[float]] = {}
@@ -197,9 +197,10 @@ class MemoryModel:
         return self._counts_of(layout, self._parts(layout)[place].without_sharing())
 
     def _counts_of(self, layout: ParallelLayout, part: FoldedModel) -> ParameterCounts:
-        key = (layout.ep_size, layout.stream_experts, part.blocks)
+        in_groups = layout.tp_size > layout.outer_parts
+        key = (layout.ep_size, layout.stream_experts, in_groups, part.blocks)
         if key not in self._counts:
-            self._counts[key] = count_parameters(part, layout.ep_size, with_experts=not layout.stream_experts)
+            self._counts[key] = count_parameters(part, layout.ep_size, not layout.stream_experts, in_groups)
         return self._counts[key]
 
     def _part(self, layout: ParallelLayout, stages: Sequence[range]) -> FoldedModel:

@@ -23,7 +23,8 @@ class MuonMatrices:
         number: how many.
         in_parameter: how many of them are in one parameter.
         rows, columns: of each.
-        of_experts: whether they belong to experts split over ranks.
+        of_experts: whether they belong to experts with groups of ranks of their own.
+        parts: ranks of a tensor group, each with a part of each parameter; each rank updates whole matrices.
     """
 
     number: int
@@ -31,11 +32,12 @@ class MuonMatrices:
     rows: int
     columns: int
     of_experts: bool
+    parts: int = 1
 
     @property
     def numel(self) -> int:
-        """Elements of all of them."""
-        return self.number * self.rows * self.columns
+        """Elements of all of them on this rank."""
+        return self.number * self.rows * self.columns // self.parts
 
     def products(self, dtype: str) -> list[Matmul]:
         """The products of one update of one matrix."""
@@ -48,7 +50,9 @@ class MuonMatrices:
         short, long = sorted((self.rows, self.columns))
         at_once = min(self.in_parameter, max(1, MUON_BATCH_ELEMENTS // (short * long)))
         # The normed matrix in fp32, before and after a product in ``width``, and two products of it with itself.
-        return at_once * (short * long * (FP32 + 2 * width) + 2 * short * short * width)
+        products = at_once * (short * long * (FP32 + 2 * width) + 2 * short * short * width)
+        # In tensor groups also the whole parameter, as it comes, in order and after the products.
+        return products + (3 * self.in_parameter * short * long * FP32 if self.parts > 1 else 0)
 
 
 def muon_products_s(

@@ -12,6 +12,8 @@ from m6.planning.cost.precision import FP32
 
 ADAMW_MOMENTS = 2
 """Elements of AdamW's state for each parameter."""
+_MOMENTS_OF_MATRICES = {"AdamW": ADAMW_MOMENTS, "Lamb": ADAMW_MOMENTS, "Muon": 1, "Lars": 1}
+"""Elements of state for each element of a matrix of a block, of the optimizers for parts of matrices."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class ParameterGroup:
 
     Attributes:
         numel: elements before ZeRO partitions them.
-        of_experts: whether it has experts split over ranks.
+        of_experts: whether it has experts with groups of ranks of their own.
         by_muon: whether Muon updates it.
         moments: elements of optimizer state for each parameter.
     """
@@ -48,9 +50,9 @@ class ParameterCounts:
     """Elements of one rank's trainable parameters.
 
     Attributes:
-        matrices: in tensors of two or more dimensions, split experts excluded.
+        matrices: in tensors of two or more dimensions, ``experts`` excluded.
         vectors: in tensors of one dimension.
-        experts: in experts split over ranks; 0 where every rank has all of them.
+        experts: in experts with groups of ranks of their own; 0 where every rank has the same parameters.
         frozen: parameters without gradients; no other field counts them.
         buffer_bytes: bytes of buffers.
         largest: the largest parameter.
@@ -81,7 +83,7 @@ class ParameterCounts:
         return self.matrices + self.vectors + self.experts
 
     def groups(self, optimizer_type: str) -> list[ParameterGroup]:
-        """The optimizer's non-empty parameter groups: with weight decay, without it, and split experts."""
+        """The optimizer's non-empty parameter groups: with weight decay, without it, and ``experts``."""
         muon = optimizer_type == "Muon"
         blocks = sum(part.numel for part in self.muon if not part.of_experts) if muon else 0
         moments = 1 if optimizer_type == "Lars" else ADAMW_MOMENTS
@@ -99,10 +101,13 @@ class ParameterCounts:
         if parts == 1:
             return self
         if layout.placement != "megatron":
-            blocks = sum(part.numel for part in self.muon if not part.of_experts)
-            elsewhere = blocks - math.ceil(blocks / parts)
-            moments = {**self.dense_moments, "AdamW": self.dense_moments["AdamW"] - ADAMW_MOMENTS * elsewhere * FP32}
-            return replace(self, matrices=self.matrices - elsewhere, dense_moments=moments)
+            muon = tuple(part if part.of_experts else replace(part, parts=parts) for part in self.muon)
+            elsewhere = sum(part.numel for part in self.muon) - sum(part.numel for part in muon)
+            moments = {
+                name: num_bytes - _MOMENTS_OF_MATRICES.get(name, 0) * elsewhere * FP32
+                for name, num_bytes in self.dense_moments.items()
+            }
+            return replace(self, matrices=self.matrices - elsewhere, dense_moments=moments, muon=muon)
         names = ("matrices", "vectors", "experts", "largest", "largest_module", "largest_update")
         return replace(self, **{name: math.ceil(getattr(self, name) / parts) for name in names})
 
@@ -127,15 +132,18 @@ class ParameterCounts:
         return sum(numel * count for numel, count in self.sizes if numel <= threshold)
 
 
-def count_parameters(model: FoldedModel, ep_size: int, with_experts: bool = True) -> ParameterCounts:
+def count_parameters(
+    model: FoldedModel, ep_size: int, with_experts: bool = True, tensor_groups: bool = False
+) -> ParameterCounts:
     """Counts the parameters of one rank.
 
     Args:
         model: the model, or the fullest pipeline stage of it.
         ep_size: expert-parallel ranks.
         with_experts: False: the experts are elsewhere (``m6.offload``).
+        tensor_groups: whether the ranks of tensor groups have the same experts, whose sums are over more ranks.
     """
-    split = ep_size > 1
+    split = ep_size > 1 or tensor_groups
     matrices = vectors = experts = frozen = buffers = largest = largest_module = update = 0
     sizes: dict[int, int] = {}
     moments = {

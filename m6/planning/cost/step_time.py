@@ -31,7 +31,8 @@ from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.muon import muon_products_s
 from m6.planning.cost.parameter_counts import ParameterCounts
 from m6.planning.cost.pipeline_time import PipelineTime
-from m6.planning.machine.cluster import Cluster, Nodes, RankGroup, collective_s, send_s
+from m6.planning.cost.precision import FP32
+from m6.planning.machine.cluster import Cluster, Nodes, RankGroup, collective_s, contiguous_group, send_s
 from m6.planning.machine.profile import Profile
 
 
@@ -323,6 +324,11 @@ class TimeModel:
         copies = moved * counts.local / device_bandwidth(self.nodes, self.profile)
         by_muon = counts.muon if self.config.deepspeed.optimizer_type == "Muon" else ()
         products = muon_products_s(by_muon, layout, self.dtype, self.compute.matmul_s)
+        if layout.tp_size > 1:
+            # ZeRO stages 1 and 2 divide the matrices, which tensor groups gather, over replicas.
+            whole = sum(part.numel * part.parts for part in by_muon if part.parts > 1)
+            gathered = whole / (layout.dp_size if stage > 0 else 1) * FP32
+            products += self._collective("all_gather", gathered, contiguous_group(layout.tp_size, self.nodes))
         if not layout.offload_optimizer:
             optimizer = self.config.deepspeed.optimizer_type
             measured = self.profile.update_s_per_parameter.get(optimizer)

@@ -1,4 +1,8 @@
-"""The positions of matrices in the optimizer's tensors: in parameters, or in ZeRO's flat partitions of them."""
+"""The positions of matrices in the optimizer's tensors: in parameters, or in ZeRO's flat partitions of them.
+
+A matrix of a tensor group has an unusual place. A rank has a shard of a parameter with one or several matrices. Such a
+shard counts as one matrix here: ZeRO may cut it, and the function of the matrix gathers the other shards.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,70 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from m6.model.tensor.placement import Shard
+
+
+@dataclass(frozen=True)
+class MatrixKind:
+    """What is updated as a whole: a matrix, or a shard of a parameter.
+
+    Attributes:
+        shape: rows and columns of a matrix.
+        shard: this rank's part of a parameter, which has one or several matrices of this shape; None: a whole matrix.
+    """
+
+    shape: tuple[int, int]
+    shard: Shard | None = None
+
+    @property
+    def numel(self) -> int:
+        """The number of elements on this rank, before ZeRO partitions them."""
+        return self.shape[0] * self.shape[1] if self.shard is None else self.shard.numel
+
+    def map(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+        """Applies a function to matrices. All ranks of the tensor group call it.
+
+        Args:
+            function: maps matrices [N, R, C] to the same shape.
+            values: the elements of one or several matrices, or of this rank's shard.
+
+        Returns:
+            the elements of the results, or of this rank's shard of them.
+        """
+        if self.shard is None:
+            return function(values.view(-1, *self.shape)).reshape(-1)
+        whole = self.shard.whole(values)
+        return self.shard.of(function(whole.view(-1, *self.shape)).reshape(whole.shape)).reshape(-1)
+
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive matrices of the same shape.
+    """Consecutive matrices of the same kind.
 
     Attributes:
         start: the first element of the first matrix in the flat tensor.
         count: the number of matrices.
-        shape: rows and columns of a matrix.
+        kind: of all of them.
     """
 
     start: int
     count: int
-    shape: tuple[int, int]
+    kind: MatrixKind
+
+    @classmethod
+    def of(cls, parameter: Tensor, start: int, stack: tuple[int, int, int]) -> Run:
+        """Returns the matrices of a parameter.
+
+        Args:
+            start: see ``Run``.
+            stack: number, rows and columns of the matrices, see ``matrices_of_blocks``.
+        """
+        shard: Shard | None = getattr(parameter, "shard", None)
+        return cls(start, stack[0] if shard is None else 1, MatrixKind(stack[1:], shard))
 
     def batches(self, elements: int) -> Iterator[tuple[int, int]]:
         """Yields ranges of whole matrices, each with at most ``elements`` elements or a single matrix."""
-        numel = self.shape[0] * self.shape[1]
+        numel = self.kind.numel
         step = max(1, elements // numel) * numel
         end = self.start + self.count * numel
         for start in range(self.start, end, step):
@@ -39,12 +89,12 @@ class Cut:
     """A matrix split over the partitions of several ranks.
 
     Attributes:
-        shape: rows and columns.
+        kind: of the matrix.
         parts: rank -> range of its elements in the matrix. The first rank is the owner: it gathers the matrix.
         local: range of this rank's elements in its flat tensor.
     """
 
-    shape: tuple[int, int]
+    kind: MatrixKind
     parts: dict[int, slice]
     local: slice
 
@@ -83,42 +133,42 @@ def layout_of_partition(runs: Sequence[Run], partition_size: int, rank: int) -> 
     whole: list[Run] = []
     cuts: list[Cut] = []
     for run in runs:
-        numel = run.shape[0] * run.shape[1]
+        numel = run.kind.numel
         # The first matrix with its start in the partition, and the first matrix with its end behind it.
         first = max(0, -(-(begin - run.start) // numel))
         last = min(run.count, (end - run.start) // numel)
         if first < last:
-            whole.append(Run(run.start + first * numel - begin, last - first, run.shape))
+            whole.append(Run(run.start + first * numel - begin, last - first, run.kind))
         for number in sorted({first - 1, max(last, 0)}):
             start = run.start + number * numel
             is_cut = start < begin < start + numel or start < end < start + numel
             if 0 <= number < run.count and is_cut:
-                cuts.append(_cut(start, run.shape, partition_size, rank))
+                cuts.append(_cut(start, run.kind, partition_size, rank))
     return whole, cuts
 
 
-def _cut(start: int, shape: tuple[int, int], partition_size: int, rank: int) -> Cut:
-    end = start + shape[0] * shape[1]
+def _cut(start: int, kind: MatrixKind, partition_size: int, rank: int) -> Cut:
+    end = start + kind.numel
     parts: dict[int, slice] = {}
     for number in range(start // partition_size, (end - 1) // partition_size + 1):
         low, high = max(start, number * partition_size), min(end, (number + 1) * partition_size)
         parts[number] = slice(low - start, high - start)
     offset = start - rank * partition_size
-    return Cut(shape, parts, slice(parts[rank].start + offset, parts[rank].stop + offset))
+    return Cut(kind, parts, slice(parts[rank].start + offset, parts[rank].stop + offset))
 
 
 def layouts_in_zero(zero: Any, shapes: Mapping[Tensor, tuple[int, int, int]]) -> dict[Tensor, MatrixLayout]:
     """Finds the matrices in the flat partitions of DeepSpeed 0.19.8's optimizer for ZeRO stages 1 and 2.
 
     Args:
-        shapes: for each parameter the number of its matrices, and the rows and columns of one.
+        shapes: see ``matrices_of_blocks``.
     """
     layouts: dict[Tensor, MatrixLayout] = {}
     for index, flat in enumerate(zero.single_partition_of_fp32_groups):
         parameters, offsets = zero.round_robin_bit16_groups[index], zero.round_robin_bit16_offsets[index]
         group = zero.real_dp_process_group[index]
         runs = [
-            Run(offset, shapes[parameter][0], shapes[parameter][1:])
+            Run.of(parameter, offset, shapes[parameter])
             for parameter, offset in zip(parameters, offsets, strict=True)
             if parameter in shapes
         ]
@@ -129,7 +179,7 @@ def layouts_in_zero(zero: Any, shapes: Mapping[Tensor, tuple[int, int, int]]) ->
 
 
 def complete_cuts(
-    layout: MatrixLayout, values: Tensor, function: Callable[[Tensor, torch.device], Tensor]
+    layout: MatrixLayout, values: Tensor, function: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[Cut, Tensor]]:
     """Applies a function to the split matrices of a tensor. All ranks of the group call it.
 
@@ -137,7 +187,7 @@ def complete_cuts(
 
     Args:
         values: the flat tensor of this rank.
-        function: maps matrices [1, R, C] to the same shape, on a device.
+        function: see ``MatrixKind.map``; on the device of ``layout``.
 
     Yields:
         each matrix, and this rank's elements of the result.
@@ -150,7 +200,7 @@ def complete_cuts(
     for index, cut in enumerate(layout.cuts):
         mine = values[cut.local].to(device)
         if cut.owner == rank:
-            matrices[index] = values.new_empty(cut.shape[0] * cut.shape[1], device=device)
+            matrices[index] = values.new_empty(cut.kind.numel, device=device)
             matrices[index][cut.parts[rank]] = mine
             messages += [
                 _receive(matrices[index][part], peer, group) for peer, part in cut.parts.items() if peer != rank
@@ -162,7 +212,7 @@ def complete_cuts(
     messages = []
     for index, cut in enumerate(layout.cuts):
         if cut.owner == rank:
-            result = function(matrices[index].view(1, *cut.shape), device).reshape(-1)
+            result = cut.kind.map(function, matrices[index])
             messages += [_send(result[part], peer, group) for peer, part in cut.parts.items() if peer != rank]
             results.append(result[cut.parts[rank]])
         else:

@@ -79,13 +79,16 @@ class Muon(torch.optim.AdamW):
         layout = self.layouts[parameter]
         for run in layout.whole:
             for start, end in run.batches(MUON_BATCH_ELEMENTS):
-                update = self._orthogonal(directions[start:end].view(-1, *run.shape), layout.device)
-                weights[start:end].sub_(update.reshape(-1), alpha=lr * _scale(run.shape))
+                update = run.kind.map(self._orthogonal, directions[start:end].to(layout.device))
+                weights[start:end].sub_(update.to(weights.device), alpha=lr * _scale(run.kind.shape))
         for cut, update in complete_cuts(layout, directions, self._orthogonal):
-            weights[cut.local.start : cut.local.stop].sub_(update, alpha=lr * _scale(cut.shape))
+            weights[cut.local].sub_(update, alpha=lr * _scale(cut.kind.shape))
 
-    def _orthogonal(self, matrices: Tensor, device: torch.device) -> Tensor:
-        return orthogonal(matrices.to(device), self._dtype).to(matrices.device)
+    def _orthogonal(self, matrices: Tensor) -> Tensor:
+        # A shard may belong to more matrices than a batch has.
+        at_once = max(1, MUON_BATCH_ELEMENTS // (matrices.shape[1] * matrices.shape[2]))
+        batches = [orthogonal(batch, self._dtype) for batch in matrices.split(at_once)]
+        return batches[0] if len(batches) == 1 else torch.cat(batches)
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:

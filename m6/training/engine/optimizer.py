@@ -61,8 +61,8 @@ def build_optimizer(
         return Lamb(groups, layouts_of([*model.parameters()]), **adamw)
     if settings.optimizer_type == "Muon":
         layouts = {
-            parameter: MatrixLayout([Run(0, count, (rows, columns))], parameter.device)
-            for parameter, (count, rows, columns) in blocks.items()
+            parameter: MatrixLayout([Run.of(parameter, 0, stack)], parameter.device)
+            for parameter, stack in blocks.items()
         }
         dtype = torch.float32 if settings.product_dtype == "fp32" else torch.bfloat16
         return Muon(groups, layouts, params["momentum"], dtype, fused=fused, **adamw)

@@ -1,4 +1,7 @@
-"""Norms of tensors, also of tensors split by ZeRO's flat partitions. Ranks exchange one number for each tensor."""
+"""Norms of tensors, also of tensors split by ZeRO's flat partitions, or sharded over the ranks of a tensor group.
+
+Ranks exchange one number for each tensor.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from m6.model.tensor.grid import Grid
+from m6.model.tensor.placement import Shard
 
 _CHUNK = 2**18  # elements; their copies in fp64 stay in a processor's cache
 
@@ -58,6 +64,8 @@ class TensorLayout:
         device: for the exchange of norms.
         group: the ranks with the other pieces.
         is_partition: whether other ranks have other pieces.
+        sharded: numbers of the tensors with other parts on the ranks of ``grid``.
+        grid: the tensor group; None: no tensor is sharded.
     """
 
     pieces: Sequence[Piece]
@@ -65,6 +73,8 @@ class TensorLayout:
     device: torch.device
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     is_partition: bool = False
+    sharded: Sequence[int] = ()
+    grid: Grid | None = field(default=None, repr=False)
 
     def norms(self, *tensors: Tensor) -> Tensor:
         """Returns the norms of all tensors in N flat tensors, [N, count] in fp64. All ranks of the group call it."""
@@ -74,11 +84,12 @@ class TensorLayout:
             for row, tensor in zip(squares, tensors, strict=True):
                 parts = [tensor[piece.start : piece.end] for piece in self.pieces]
                 row.index_add_(0, numbers, norms_of(parts).square())
+        exchanged = squares.to(self.device)
         if self.is_partition:
-            exchanged = squares.to(self.device)
             dist.all_reduce(exchanged, group=self.group)
-            squares = exchanged.to(squares.device)
-        return squares.sqrt()
+        if self.grid is not None:
+            exchanged[:, self.sharded] = self.grid.sum(exchanged[:, self.sharded])
+        return exchanged.to(squares.device).sqrt()
 
     def scale(self, tensor: Tensor, factors: Tensor) -> None:
         """Multiplies the pieces of a flat tensor by the factors [count] of their tensors."""
@@ -90,7 +101,10 @@ def layouts_of(parameters: Sequence[nn.Parameter]) -> dict[Tensor, TensorLayout]
     """Returns the layouts of unpartitioned parameters: one tensor each, or one tensor for each local expert."""
     return {
         parameter: TensorLayout(
-            _pieces([parameter], [0], (0, parameter.numel())), _tensors(parameter), parameter.device
+            _pieces([parameter], [0], (0, parameter.numel())),
+            _tensors(parameter),
+            parameter.device,
+            **_sharded([parameter]),
         )
         for parameter in parameters
     }
@@ -109,12 +123,24 @@ def layouts_in_zero(zero: Any) -> Mapping[Tensor, TensorLayout]:
             parameters[0].device,
             group,
             is_partition=True,
+            **_sharded(parameters),
         )
     return layouts
 
 
 def _tensors(parameter: nn.Parameter) -> int:
     return len(parameter) if hasattr(parameter, "num_global_experts") else 1
+
+
+def _sharded(parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """Returns the fields ``sharded`` and ``grid`` of a layout of these parameters."""
+    shards: dict[int, Shard] = {}
+    number = 0
+    for parameter in parameters:
+        if hasattr(parameter, "shard"):
+            shards[number] = parameter.shard
+        number += _tensors(parameter)
+    return {"sharded": list(shards), "grid": next((shard.grid for shard in shards.values()), None)}
 
 
 def _pieces(parameters: Sequence[nn.Parameter], offsets: Sequence[int], part: tuple[int, int]) -> list[Piece]:

@@ -36,6 +36,7 @@ from m6.runs.processes import start
 from m6.training.engine.build import build_engine
 from m6.training.engine.compressed import CompressedGradients
 from m6.training.engine.tree_gradients import TreeGradients
+from m6.training.mesh import ParallelDims
 from tests.distributed.spawn import run_distributed
 from tests.fixtures.model_states import model_states
 from tests.fixtures.plans import planner
@@ -56,7 +57,8 @@ def states_of_engine(config: RunConfig) -> dict[str, int]:
     runtime = start()
     accumulation = config.accumulation_steps(runtime.world_size)
     engine, data = build_engine(config, runtime), open_data(config)
-    batches = [data.micro_batch(index * runtime.world_size + runtime.rank) for index in range(accumulation)]
+    dims = ParallelDims.of(config, runtime.rank, runtime.world_size)
+    batches = [data.micro_batch(index * dims.dp + dims.dp_rank) for index in range(accumulation)]
     backward = engine.backward
     gradients: list[int] = []
 
@@ -99,6 +101,38 @@ def test_states_of_one_rank_are_exact(folder):
         "stage 3": tiny_document(folder, zero_optimization__stage=3),
     }
     run_distributed(assert_states_are_exact, 1, documents)
+
+
+def assert_states_but_for_biases_are_exact(documents: dict[str, dict[str, Any]]) -> None:
+    """Biases of divided matrices count whole: at most the elements of all biases, of weights and two moments."""
+    for name, document in documents.items():
+        config = parse_config(document)
+        prediction, model = predict_memory(config, start().world_size, ANY_BATCH), config.model
+        biases = 4 * model.num_layers * (3 * model.hidden_size + model.ffn_hidden_size)
+        for part, held in states_of_engine(config).items():
+            more = getattr(prediction, part) - held
+            assert 0 <= more <= biases * (2 if part == "optimizer_state" else 1), (name, part, more, biases)
+
+
+@pytest.mark.slow
+def test_states_of_tensor_groups_are_exact(folder):
+    """Also of optimizers with other states for matrices than for the rest, and of experts that no rank divides."""
+    groups = {"m6__parallel__tensor": {"num_ranks": 2}, "train_batch_size": 8}
+    square = {"m6__parallel__tensor": {"num_ranks": 4, "placement": "2d"}, "m6__moe": None}
+    wide = {"m6__model__hidden_size": 64, "m6__model__ffn_hidden_size": 256, "m6__model__num_attention_heads": 4}
+    split = {"m6__moe__num_experts": 4, "m6__training__ep_size": 4}
+    muon, lars = ({"optimizer": {"type": each, "params": {"lr": 0.01}}} for each in ("Muon", "Lars"))
+    documents = {
+        name: tiny_document(folder, zero_optimization__stage=zero, **wide, **groups, **changes)
+        for name, zero, changes in (
+            ("AdamW", 0, {}),
+            ("Muon", 0, muon),
+            ("Lars", 0, {**lars, "m6__moe": None}),
+        )
+    }
+    documents["square"] = tiny_document(folder, **wide, **muon, **square, zero_optimization__stage=0)
+    documents["split"] = tiny_document(folder, **wide, **groups, **muon, **split, zero_optimization__stage=0)
+    run_distributed(assert_states_but_for_biases_are_exact, 4, documents)
 
 
 def assert_the_updates_copies_are_those_of_an_engine(documents: dict[str, dict[str, Any]]) -> None:
