@@ -14,7 +14,7 @@ from m6.errors import UserError
 from m6.model.parameters import matrices_of_blocks
 from m6.runs.processes import start
 from m6.training.engine.build import build_engine, build_model
-from m6.training.engine.matrices import Run, layout_of_partition
+from m6.training.engine.matrices import MatrixKind, Run, layout_of_partition
 from m6.training.engine.muon import Muon, orthogonal
 from m6.training.engine.optimizer import build_optimizer
 from tests.fixtures.tiny_run import tiny_document
@@ -179,7 +179,7 @@ RUNS = st.lists(
 def test_partitions_cover_every_matrix_once(parts: list[tuple[int, int, int, int]], ranks: int, padding: int):
     runs, start = [], 0
     for gap, count, rows, columns in parts:
-        runs.append(Run(start + gap, count, (rows, columns)))
+        runs.append(Run(start + gap, count, MatrixKind((rows, columns))))
         start += gap + count * rows * columns
     expected = {element: first for run in runs for element, first in elements(run, 0)}
     size = -(-(start + padding) // ranks)
@@ -193,7 +193,7 @@ def test_partitions_cover_every_matrix_once(parts: list[tuple[int, int, int, int
             assert cut.local.stop - cut.local.start == part.stop - part.start
             bounds = [0, *(each.stop for each in cut.parts.values())]
             assert list(cut.parts.values()) == [slice(*pair) for pair in itertools.pairwise(bounds)]
-            assert bounds[-1] == cut.shape[0] * cut.shape[1]
+            assert bounds[-1] == cut.kind.numel
             assert list(cut.parts) == list(range(cut.owner, cut.owner + len(cut.parts)))
             first = rank * size + cut.local.start - part.start
             found += [(first + element, first) for element in range(part.start, part.stop)]
@@ -202,7 +202,7 @@ def test_partitions_cover_every_matrix_once(parts: list[tuple[int, int, int, int
 
 
 def elements(run: Run, offset: int) -> list[tuple[int, int]]:
-    numel = run.shape[0] * run.shape[1]
+    numel = run.kind.numel
     firsts = (offset + run.start + number * numel for number in range(run.count))
     return [(first + element, first) for first in firsts for element in range(numel)]
 
