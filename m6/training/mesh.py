@@ -8,6 +8,7 @@ file makes groups or computes with ranks; a test checks it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from m6.runs.environment import ranks_per_node
 from moe.process_groups import group_of
 
 if TYPE_CHECKING:
@@ -102,6 +104,10 @@ class ParallelDims:
         ranks = self.dp * self.tp
         return [list(range(first, first + ranks)) for first in range(0, self.world_size, ranks)]
 
+    def copies_of_experts(self) -> list[list[int]]:
+        """Returns the global ranks of all groups with the same experts, each in order."""
+        return [stage[place :: self.ep] for stage in self.stages() for place in range(self.ep)]
+
     def ranks(self, dim: Literal["pp", "dp", "tp"]) -> list[list[int]]:
         """Returns the global ranks of all groups along a dimension, each in order."""
         sizes = {"pp": self.pp, "dp": self.dp, "tp": self.tp}
@@ -109,6 +115,23 @@ class ParallelDims:
         size, stride = sizes[dim], strides[dim]
         firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
         return [list(range(first, first + size * stride, stride)) for first in firsts]
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """The ranks of a group, by nodes.
+
+    Attributes:
+        number: of this rank's node, among those of the group.
+        ranks_of_node: ranks of the group on each node.
+        inside: those on this rank's node.
+        between: one rank of each node, at the same place as this rank.
+    """
+
+    number: int
+    ranks_of_node: int
+    inside: dist.ProcessGroup
+    between: dist.ProcessGroup
 
 
 class Mesh:
@@ -177,6 +200,29 @@ class Mesh:
         """Returns this rank's group among the groups of a grid inside tensor groups. All ranks pass all groups."""
         return own_group(groups, "tensor")
 
+    def by_nodes(self, groups: Sequence[Sequence[int]]) -> NodeGroups | None:
+        """Returns the ranks of this rank's group among ``groups``, by nodes. All ranks pass all groups.
+
+        Returns:
+            None if nodes do not have the same number of ranks, or if a group has no two ranks on a node or lies on one.
+        """
+        # Launchers may tell ranks on other nodes other numbers.
+        own = ranks_per_node(self.dims.world_size)
+        extremes = torch.tensor([own, -own], device=self.device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        if int(extremes[0]) != -int(extremes[1]):
+            return None
+        divided = [divide_by_nodes(ranks, own) for ranks in groups]
+        if not all(divided):
+            return None
+        inside = own_group([ranks for nodes in divided for ranks in nodes], "node")
+        between = own_group([ranks for nodes in divided for ranks in zip(*nodes, strict=True)], "nodes")
+        nodes = next(nodes for nodes in divided if any(self.dims.rank in ranks for ranks in nodes))
+        number = next(number for number, ranks in enumerate(nodes) if self.dims.rank in ranks)
+        assert inside is not None
+        assert between is not None
+        return NodeGroups(number, len(nodes[0]), inside, between)
+
     def install(self) -> Mesh | None:
         """Makes this object DeepSpeed's ``mpu`` if the model is divided, and returns it; otherwise None.
 
@@ -242,6 +288,13 @@ class Mesh:
     def _form(self, group: dist.ProcessGroup) -> None:
         # All ranks are at the same point now. Otherwise NCCL would form the communicator at the first collective.
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+
+
+def divide_by_nodes(ranks: Sequence[int], per_node: int) -> list[list[int]]:
+    """Returns global ranks by nodes with ``per_node`` ranks; empty if the nodes have unequal numbers, one, or all."""
+    nodes = [list(each) for _, each in itertools.groupby(ranks, lambda rank: rank // per_node)]
+    sizes = {len(each) for each in nodes}
+    return nodes if len(nodes) > 1 and len(sizes) == 1 and sizes != {1} else []
 
 
 def own_group(groups: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup | None:

@@ -1,14 +1,20 @@
 """``"deterministic": "any_world"``: the same weights and moments to the bit on 1, 2, 3 and 4 ranks."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from m6.checkpoints.comparison import compare, open_step
+from m6.config.sum_tree import TreeShape
+from m6.training.engine.tree_sum import sum_over_ranks
+from m6.training.mesh import Mesh, ParallelDims
 from m6.training.reporting.sums import sum_of_all
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_training_layouts import MUON, ROUTING, layout, train
@@ -131,3 +137,70 @@ def sum_over_a_group() -> None:
 
 def test_exact_sums_are_those_of_the_group() -> None:
     run_distributed(sum_over_a_group, 2)
+
+
+def sum_with_nodes() -> None:
+    """Four ranks as two nodes: the bits of one exchange, and the bytes between nodes of the closed forms."""
+    dist.init_process_group("gloo")
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    dims = ParallelDims(rank, 4)
+    nodes = Mesh(dims, cpu).by_nodes(dims.ranks("dp"))
+    assert nodes is not None
+    sent: list[int] = []
+    all_to_all, all_gather = dist.all_to_all_single, dist.all_gather
+
+    def elsewhere(group: dist.ProcessGroup | None) -> list[int]:
+        """The positions in a group of the ranks on other nodes."""
+        return [place for place, each in enumerate(dist.get_process_group_ranks(group)) if each // 2 != rank // 2]
+
+    def counted_all_to_all(found: Tensor, values: Tensor, held: Any, given: list[int], group: Any) -> None:
+        sent.append(sum(given[place] for place in elsewhere(group)) * values[0].nbytes)
+        all_to_all(found, values, held, given, group=group)
+
+    def counted_all_gather(found: list[Tensor], values: Tensor, group: Any) -> None:
+        sent.append(len(elsewhere(group)) * values.nbytes)
+        all_gather(found, values, group=group)
+
+    numel = 8000
+    generator = torch.Generator().manual_seed(rank)
+    # Shares; bytes that a rank sends to the other node, in quarters of a gradient, by one exchange and by nodes first.
+    for shares, size, direct, by_nodes in (
+        ((1, 1, 1, 1), 1, 2 + 2, 1 + 1),
+        ((2, 2, 2, 2), 1, 2 + 2, 1 + 1),
+        # Two columns, whose sums no rank can add up before those of the other node are there.
+        ((1, 1), 2, 2 + 2, 2 + 1),
+        # Three branches for each node: leaves 0, 1 and 2 of five, and so on.
+        ((1, 2, 1, 1), 1, None, None),
+    ):
+        shape = TreeShape(shares, size)
+        branches = [
+            [torch.randn(numel - 10, generator=generator), torch.randn(2, 5, generator=generator)]
+            for _ in shape.branches[rank // size]
+        ]
+        found = []
+        with (
+            mock.patch.object(dist, "all_to_all_single", counted_all_to_all),
+            mock.patch.object(dist, "all_gather", counted_all_gather),
+        ):
+            for each, quarters in ((None, direct), (nodes, by_nodes)):
+                sent.clear()
+                found.append(sum_over_ranks([[t.clone() for t in own] for own in branches], shape, None, cpu, each))
+                if quarters is not None:
+                    assert sum(sent) == quarters * numel // 4 * 4, (shares, size, each, sent)
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        whole = [branch[1].double() for branch in branches]
+        exact = torch.stack(whole).sum(0)
+        dist.all_reduce(exact)
+        torch.testing.assert_close(found[1][1].double(), exact, rtol=0, atol=1e-5)
+
+
+def test_sums_of_nodes_first_send_fewer_bytes_between_nodes() -> None:
+    run_distributed(sum_with_nodes, 4)
+
+
+@pytest.mark.slow
+def test_nodes_do_not_change_the_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = trained(folder, "without nodes", [(1, 0, None)])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert_equal_to_the_bit(trained(folder, "two nodes", [(4, 1, 2), (4, 0, None)]), alone)

@@ -35,6 +35,8 @@ class TreeGradients(GradientReducer):
         check_device(config, mesh.device)
         self._offloaded = offloaded
         self._same_experts = expert_group("expert_data_parallel", mesh.dims.ep)
+        self._nodes = mesh.by_nodes(mesh.dims.ranks("dp"))
+        self._nodes_of_experts = mesh.by_nodes(mesh.dims.copies_of_experts())
         self._parts: list[list[nn.Parameter]] = [self.trained]
         self._branches: dict[int, BranchSum] = {}
         if mesh.device.type == "cuda":
@@ -91,7 +93,9 @@ class TreeGradients(GradientReducer):
             group = self._same_experts if split else self._mesh.replicas
             of_chosen = [[branch[index] for index in chosen] for branch in branches]
             order = TreeShape(shape.shares) if split else shape
-            found |= dict(zip(chosen, sum_over_ranks(of_chosen, order, group, self._mesh.device), strict=True))
+            nodes = self._nodes_of_experts if split else self._nodes
+            sums = sum_over_ranks(of_chosen, order, group, self._mesh.device, nodes)
+            found |= dict(zip(chosen, sums, strict=True))
         return [found[index] for index in tensors]
 
 

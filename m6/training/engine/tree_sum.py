@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from m6.config.sum_tree import Branch, TreeShape, halves
+from m6.training.mesh import NodeGroups
 from m6.training.reduction.buckets import buckets
 
 
@@ -42,7 +45,11 @@ class BranchSum:
 
 
 def sum_over_ranks(
-    branches: Sequence[Sequence[Tensor]], shape: TreeShape, group: dist.ProcessGroup | None, device: torch.device
+    branches: Sequence[Sequence[Tensor]],
+    shape: TreeShape,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    nodes: NodeGroups | None = None,
 ) -> list[Tensor]:
     """Sums tensors over the ranks of a group, in the order of the tree.
 
@@ -50,47 +57,108 @@ def sum_over_ranks(
     sums. This takes as many bytes as an all-reduce, and half as many again for each further branch of a rank. An
     all-reduce would not do: its order of additions depends on the number of ranks.
 
+    With ``nodes`` the ranks of a node first add up the branches that lie in the node. Between nodes a rank then sends
+    and receives the sums of the node's branches, of its chunk alone. L ranks on each node with one branch, in a part
+    that is a branch as well, send 1 / L of the bytes of one exchange between nodes.
+
     Args:
         branches: of this rank, each with fp32 tensors of equal shapes on all ranks.
         shape: the tree, with the ranks of ``group`` in rows of ``group_size``. Each column is added along the tree,
             then the sums of the columns are added in order.
         group: None: all ranks.
         device: for the exchange of tensors in the group.
+        nodes: the ranks of ``group`` by nodes; None: one exchange with all ranks.
 
     Returns:
         tensors of the same shapes, on the devices of ``branches``.
     """
     if shape.ranks == 1:
         return list(branches[0])
-    held = [len(of_group) for of_group in shape.branches for _ in range(shape.group_size)]
+    levels = [Level.of_all(shape, group)]
+    if nodes is not None and nodes.ranks_of_node % shape.group_size == 0:
+        rows = nodes.ranks_of_node // shape.group_size
+        levels = [Level.in_node(shape, rows, nodes.number, nodes.inside), Level.of_nodes(shape, rows, nodes.between)]
     found: list[Tensor] = []
     for bucket in zip(*map(buckets, branches), strict=True):
-        flat = torch.stack([torch.cat([each.reshape(-1).to(device) for each in tensors]) for tensors in bucket])
-        numel = flat.shape[1]
-        padded = torch.nn.functional.pad(flat, (0, -numel % shape.ranks))
-        chunk = padded.shape[1] // shape.ranks
-        sent = padded.view(len(bucket), shape.ranks, chunk).transpose(0, 1).contiguous()
-        received = sent.new_empty(sum(held), chunk)
-        dist.all_to_all_single(received, sent.view(-1, chunk), held, [len(bucket)] * shape.ranks, group=group)
-        whole = sent.new_empty(shape.ranks, chunk)
-        dist.all_gather(list(whole.unbind()), _tree(received, shape), group=group)
-        sums = whole.view(-1)[:numel].split([tensor.numel() for tensor in bucket[0]])
+        flat = [torch.cat([each.reshape(-1).to(device) for each in tensors]) for tensors in bucket]
+        sums = _sum(flat, levels).split([tensor.numel() for tensor in bucket[0]])
         found += [total.view_as(tensor).to(tensor.device) for total, tensor in zip(sums, bucket[0], strict=True)]
     return found
 
 
-def _tree(sums: Tensor, shape: TreeShape) -> Tensor:
-    """Sums [branches of all ranks, n] to [n]: each column along the tree, then the columns in order."""
-    rows = iter(sums)
-    columns: list[dict[Branch, Tensor]] = [{} for _ in range(shape.group_size)]
-    for branches, column in itertools.product(shape.branches, columns):
-        column.update(zip(branches, itertools.islice(rows, len(branches)), strict=True))
-    total: Tensor | None = None
-    for column in columns:
-        of_column = _total(column, (0, shape.leaves))
-        total = of_column if total is None else total.add_(of_column)
-    assert total is not None
-    return total
+@dataclass(frozen=True)
+class Level:
+    """An exchange of branches among the ranks of a group, who then add up larger branches.
+
+    Attributes:
+        held: the branches of each rank, one list for each of its columns.
+        wanted: the larger branches, of each column.
+        group: None: all ranks.
+    """
+
+    held: Sequence[Sequence[tuple[int, Sequence[Branch]]]]
+    wanted: Sequence[Branch]
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of_all(cls, shape: TreeShape, group: dist.ProcessGroup | None = None) -> Level:
+        """All ranks add up the whole tree."""
+        return cls(_held_by_ranks(shape, range(len(shape.shares))), [(0, shape.leaves)], group)
+
+    @classmethod
+    def in_node(cls, shape: TreeShape, rows: int, node: int, group: dist.ProcessGroup | None = None) -> Level:
+        """The ranks of a node add up the largest branches in its part; ``rows``: of ``shape`` on each node."""
+        own = range(node * rows, (node + 1) * rows)
+        return cls(_held_by_ranks(shape, own), _shape_of_nodes(shape, rows).branches[node], group)
+
+    @classmethod
+    def of_nodes(cls, shape: TreeShape, rows: int, group: dist.ProcessGroup | None = None) -> Level:
+        """A rank of each node adds up the whole tree, from the branches of ``in_node``."""
+        merged = _shape_of_nodes(shape, rows)
+        columns = range(shape.group_size)
+        held = [[(column, merged.branches[node]) for column in columns] for node in range(len(merged.shares))]
+        return cls(held, [(0, shape.leaves)], group)
+
+    def add_up(self, received: Iterable[Tensor]) -> list[Tensor]:
+        """Adds the branches of all ranks to those of ``wanted``, in the order of the tree.
+
+        Args:
+            received: the branches of all ranks in order, each [n]. Some are overwritten.
+
+        Returns:
+            the sums, column by column.
+        """
+        columns: dict[int, dict[Branch, Tensor]] = {}
+        rows = iter(received)
+        for column, branches in itertools.chain.from_iterable(self.held):
+            columns.setdefault(column, {}).update(zip(branches, itertools.islice(rows, len(branches)), strict=True))
+        return [_total(columns[column], branch) for column in sorted(columns) for branch in self.wanted]
+
+
+def _held_by_ranks(shape: TreeShape, rows: Iterable[int]) -> list[list[tuple[int, Sequence[Branch]]]]:
+    return [[(column, shape.branches[row])] for row in rows for column in range(shape.group_size)]
+
+
+def _shape_of_nodes(shape: TreeShape, rows: int) -> TreeShape:
+    """The tree with the parts of whole nodes, of so many rows each."""
+    return TreeShape(tuple(sum(shape.shares[first : first + rows]) for first in range(0, len(shape.shares), rows)))
+
+
+def _sum(branches: Sequence[Tensor], levels: Sequence[Level]) -> Tensor:
+    """Sums this rank's branches, each [n], level by level; after the last one the columns are added in order."""
+    if not levels:
+        return functools.reduce(torch.Tensor.add_, branches)
+    level, values = levels[0], torch.stack(list(branches))
+    ranks, numel = len(level.held), values.shape[1]
+    padded = torch.nn.functional.pad(values, (0, -numel % ranks))
+    chunk = padded.shape[1] // ranks
+    sent = padded.view(len(values), ranks, chunk).transpose(0, 1).contiguous()
+    counts = [sum(len(branches) for _, branches in columns) for columns in level.held]
+    received = sent.new_empty(sum(counts), chunk)
+    dist.all_to_all_single(received, sent.view(-1, chunk), counts, [len(values)] * ranks, group=level.group)
+    whole = sent.new_empty(ranks, chunk)
+    dist.all_gather(list(whole.unbind()), _sum(level.add_up(received), levels[1:]), group=level.group)
+    return whole.view(-1)[:numel]
 
 
 def _total(sums: dict[Branch, Tensor], branch: Branch) -> Tensor:

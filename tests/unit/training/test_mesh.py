@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m6.planning.machine.fake_world import fake_process_group
-from m6.training.mesh import Mesh, ParallelDims
+from m6.training.mesh import Mesh, ParallelDims, divide_by_nodes
 from tests.distributed.spawn import run_distributed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -99,6 +99,15 @@ def sources() -> list[tuple[str, ast.AST]]:
 
 def name_of(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def test_ranks_by_nodes():
+    """Only where nodes have the same number of ranks, two or more, and there are several nodes."""
+    assert divide_by_nodes(range(4), 2) == [[0, 1], [2, 3]]
+    assert divide_by_nodes([1, 3, 5, 7], 4) == [[1, 3], [5, 7]]
+    assert divide_by_nodes(range(4), 4) == divide_by_nodes(range(6), 4) == divide_by_nodes([0, 2], 2) == []
+    dims = ParallelDims(0, 16, pp=2, ep=4)
+    assert dims.copies_of_experts()[:4] == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 def test_groups_are_made_in_one_place():

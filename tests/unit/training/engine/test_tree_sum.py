@@ -9,7 +9,7 @@ from torch import Tensor
 
 from m6.config import sum_tree
 from m6.config.sum_tree import TreeShape, most_sums
-from m6.training.engine.tree_sum import BranchSum, _tree
+from m6.training.engine.tree_sum import BranchSum, Level
 
 
 def random_leaves(count: int) -> list[Tensor]:
@@ -17,8 +17,8 @@ def random_leaves(count: int) -> list[Tensor]:
     return list(torch.randn(count, 1000, generator=torch.Generator().manual_seed(0)))
 
 
-def summed(leaves: list[Tensor], shares: tuple[int, ...], group_size: int = 1) -> Tensor:
-    """What the ranks compute together: the branches of each, then the tree over the ranks."""
+def summed(leaves: list[Tensor], shares: tuple[int, ...], group_size: int = 1, rows_of_node: int = 0) -> Tensor:
+    """What the ranks compute together: the branches of each, then the tree over the ranks, or first in each node."""
     shape = TreeShape(shares, group_size)
     assert shape.leaves * group_size == len(leaves)
     received = []
@@ -29,7 +29,16 @@ def summed(leaves: list[Tensor], shares: tuple[int, ...], group_size: int = 1) -
             for leaf in range(first, end):
                 own.add([leaves[leaf * group_size + place].clone()])
             received += [branch for [branch] in own.finish()]
-    return _tree(torch.stack(received), shape)
+    level = Level.of_all(shape)
+    if rows_of_node:
+        nodes = [Level.in_node(shape, rows_of_node, node) for node in range(len(shares) // rows_of_node)]
+        rows, received = iter(received), []
+        for each in nodes:
+            of_node = itertools.islice(rows, sum(len(branches) for [(_, branches)] in each.held))
+            received += each.add_up(of_node)
+        level = Level.of_nodes(shape, rows_of_node)
+    total, *others = level.add_up(received)
+    return sum(others, start=total)
 
 
 def reference(leaves: list[Tensor]) -> Tensor:
@@ -71,6 +80,17 @@ def test_ranks_that_share_experts():
     alone = summed(leaves, (8,), 3)
     for shares in ((2, 2, 2, 2), (4, 4), (3, 4, 1)):
         assert torch.equal(summed(leaves, shares, 3), alone)
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_a_sum_of_nodes_first_has_the_same_bits(group_size: int):
+    """Nodes whose part is a branch, and nodes with several branches."""
+    leaves, dice, steps = random_leaves(24), random.Random(0), 24 // group_size
+    alone = summed(leaves, (steps,), group_size)
+    for groups, rows in ((4, 2), (6, 2), (6, 3), (8, 4)):
+        for shares in (random_shares(steps, groups, dice), random_shares(steps, groups, dice)):
+            assert torch.equal(summed(leaves, shares, group_size, rows), alone), (shares, rows)
+    assert torch.equal(summed(leaves, (steps // 4,) * 4, group_size, 2), alone)
 
 
 def test_partial_sums_are_few():
