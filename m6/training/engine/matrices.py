@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m6.model.tensor.placement import Shard
+from m6.model.tensor import Shard
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from m6.model.tensor.grid import Grid
-from m6.model.tensor.placement import Shard
+from m6.model.tensor import Grid, Shard
 
 _CHUNK = 2**18  # elements; their copies in fp64 stay in a processor's cache
 

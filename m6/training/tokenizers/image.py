@@ -36,7 +36,7 @@ from m6.lock import FolderLock
 from m6.model.patch_encoders import check_patch_encoder
 from m6.tokenizers.image.modeling import M6ImageTokenizer, ResBlock
 from m6.training.engine.clipping import PartGroups, gradient_norm, shrink
-from m6.training.engine.matrices import MatrixLayout, Run
+from m6.training.engine.matrices import MatrixKind, MatrixLayout, Run
 from m6.training.engine.muon import Muon
 from m6.training.tokenizers.losses import PatchDiscriminator, PerceptualLoss, discriminator_loss
 from m6.training.tokenizers.sheet import draw_sheet
@@ -257,7 +257,8 @@ def build_optimizer(tokenizer: M6ImageTokenizer, in_bf16: bool) -> Muon:
     """
     blocks = [module for module in tokenizer.modules() if isinstance(module, ResBlock)]
     kernels = [part.weight for block in blocks for part in block.modules() if isinstance(part, nn.Conv2d)]
-    layouts = {kernel: MatrixLayout([Run(0, 1, (len(kernel), kernel[0].numel()))], kernel.device) for kernel in kernels}
+    kinds = {kernel: MatrixKind((len(kernel), kernel[0].numel())) for kernel in kernels}
+    layouts = {kernel: MatrixLayout([Run(0, 1, kind)], kernel.device) for kernel, kind in kinds.items()}
     others = [parameter for parameter in tokenizer.parameters() if parameter not in layouts]
     groups: list[dict[str, Any]] = [{"params": kernels, "muon": True}, {"params": others}]
     return Muon(groups, layouts, 0.95, torch.bfloat16 if in_bf16 else torch.float32, **_ADAMW)
