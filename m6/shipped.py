@@ -10,7 +10,7 @@ from m6.errors import UserError, nearest
 CONFIGS = Path(__file__).parent / "configs"
 Kind = Literal["configuration", "image tokenizer", "cluster", "job", "corpus recipe"]
 _FOLDERS: dict[Kind, tuple[str, ...]] = {
-    "configuration": (".", "finetune", "parallel"),
+    "configuration": (".", "papers", "finetune", "parallel"),
     "image tokenizer": ("image_tokenizer",),
     "cluster": ("clusters",),
     "job": ("jobs",),

@@ -7,18 +7,30 @@ function in generation than in training.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from m6.config.run import RunConfig, load_config
 from m6.formatting import markdown_table
-from m6.shipped import CONFIGS
 from moe import MoEConfig
 from moe.groups import by_prototype
 from moe.routing import route
 
-CONFIGURATIONS = ("m6_smoke", "m6_cpu", "m6_base", "m6_10b", "m6_100b", "m6_1t", "m6_10t")
+CONFIGURATIONS = (
+    "m6_smoke",
+    "m6_cpu",
+    "m6_base",
+    "m6_10b",
+    "m6_100b",
+    "m6_1t",
+    "m6t_base",
+    "m6t_10b",
+    "m6t_100b",
+    "m6t_1t",
+    "m6_10t",
+)
 AGREEMENT = 0.1
 _ALONE = 64  # tokens routed one by one
 
@@ -85,7 +97,7 @@ def table() -> str:
     """All shipped configurations, as Markdown."""
     rows = []
     for name in CONFIGURATIONS:
-        config = load_config(CONFIGS / f"{name}.json")
+        config = load_config(Path(name))
         training, evaluation, alone = found = all_three(config)
         rows.append(
             [

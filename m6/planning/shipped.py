@@ -1,4 +1,4 @@
-"""Writes configs/plans, the plans of the large shipped configurations: ``python -m m6.planning.shipped``."""
+"""Writes the plans of the papers' configurations in configs/plans: ``python -m m6.planning.shipped``."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from m6.shipped import CONFIGS
 from moe.expectation import expected_routing
 
 PLANS = CONFIGS / "plans"
-SHIPPED = {"m6_100b": "v100_32g_x128", "m6_1t": "v100_32g_x480", "m6_10t": "v100_32g_x512"}
+SHIPPED = {"m6t_100b": "v100_32g_x128", "m6t_1t": "v100_32g_x480", "m6_10t": "v100_32g_x512"}
 TIME_LIMIT_MIN = 24 * 60
 
 
 def shipped_plan(name: str) -> str:
     """The page of one configuration, as Markdown."""
     cluster = load_cluster(Path(SHIPPED[name]))
-    planner = Planner(load_config(CONFIGS / f"{name}.json"), cluster)
+    planner = Planner(load_config(Path(name)), cluster)
     lines = [
         f"# The plan of {name}.json",
         "",
-        f"Written by `python -m m6.planning.shipped`; the same as `m6 plan configs/{name}.json --cluster "
+        f"Written by `python -m m6.planning.shipped`; the same as `m6 plan configs/papers/{name}.json --cluster "
         f"{SHIPPED[name]}`. GB are 10^9 bytes; nine tenths of a memory may be planned for.",
     ]
     booked: list[StageBooking] = []
@@ -72,7 +72,7 @@ def without_expert(config: RunConfig) -> str:
 
 def _with_capacity_k(name: str, cluster: Cluster) -> str:
     """The cost of the run with capacity for all choices of a token instead of one."""
-    found = plan_run(Planner(load_config(CONFIGS / f"{name}.json", ('m6.moe.capacity_rule="k"',)), cluster))
+    found = plan_run(Planner(load_config(Path(name), ('m6.moe.capacity_rule="k"',)), cluster))
     stages, results = found.stages, found.results
     for stage, result in zip(stages, results, strict=True):
         if not result.plans:

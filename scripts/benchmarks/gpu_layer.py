@@ -28,7 +28,7 @@ from scripts.benchmarks.moe_contestants import (
 )
 from scripts.benchmarks.record import Recorder, spread
 
-# 16 rows of 512 tokens through all experts of m6_base, of m6_10b, and those of one of eight GPUs of m6_100b; then more
+# 16 rows of 512 tokens through all experts of m6t_base, of m6t_10b, and of one of eight GPUs of m6t_100b; then more
 # rows, and wider models.
 CELLS = (
     Cell(8192, 1024, 32, num_prototypes=2),

@@ -27,7 +27,7 @@ LEAST_S = 2e-5  # what is shorter measures launches, which the planner counts ap
 
 def assumed() -> ComputeTime:
     """The planner's prices of products on the device, without measurements."""
-    config = load_config(ROOT / "configs" / "m6_base.json")
+    config = load_config(ROOT / "configs" / "papers" / "m6t_base.json")
     memory = MemoryModel(config, Profile(), full_row(config), config.last_sharing)
     return ComputeTime(config, memory, load_cluster(CLUSTER).nodes[0], Profile())
 

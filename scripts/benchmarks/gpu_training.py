@@ -41,7 +41,7 @@ COMMON = {
 }
 SERIES = ("step_time_s", "data_wait_s", "tokens_per_second", "mfu", "memory_bytes", "loss")
 OFFLOADED = {"m6.offload.num_threads": 12, "m6.offload.chunk_mib": "auto"}
-LARGE = {"m6.moe.num_experts": 32}  # m6_10b with 2.8 B parameters
+LARGE = {"m6.moe.num_experts": 32}  # m6t_10b with 2.8 B parameters
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,15 @@ class Case:
 NO_RECOMPUTATION = {"m6.training.activation_checkpointing": False}
 # 512 samples are about 68,000 tokens.
 CASES = {
-    "1.4 B": Case("m6_base", 512, NO_RECOMPUTATION),
-    "1.4 B, recomputed": Case("m6_base", 512),
-    "1.4 B, fp16": Case("m6_base", 512, {**NO_RECOMPUTATION, "bf16.enabled": False, "fp16.enabled": True}),
-    "2.8 B": Case("m6_10b", 256, LARGE, steps=30),
+    "1.4 B": Case("m6t_base", 512, NO_RECOMPUTATION),
+    "1.4 B, recomputed": Case("m6t_base", 512),
+    "1.4 B, fp16": Case("m6t_base", 512, {**NO_RECOMPUTATION, "bf16.enabled": False, "fp16.enabled": True}),
+    "2.8 B": Case("m6t_10b", 256, LARGE, steps=30),
     "2.8 B, experts on the host": Case(
-        "m6_10b", 256, {**LARGE, **OFFLOADED, "m6.offload.device_budget_mib": 24_000}, steps=15
+        "m6t_10b", 256, {**LARGE, **OFFLOADED, "m6.offload.device_budget_mib": 24_000}, steps=15
     ),
     "10.8 B, experts on the host": Case(
-        "m6_10b",
+        "m6t_10b",
         256,
         {**OFFLOADED, "m6.offload.optimizer": {"type": "Adafactor", "lr": 0.005}},
         steps=12,
@@ -101,7 +101,7 @@ def train(case: Case, folder: Path) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     log = folder.parent / f"{folder.name}.log"
-    command = [sys.executable, "-m", "m6", "pretrain", f"configs/{case.config}.json", "--run-dir", str(folder)]
+    command = [sys.executable, "-m", "m6", "pretrain", case.config, "--run-dir", str(folder)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     with log.open("w") as printed:
         trainer = subprocess.Popen(

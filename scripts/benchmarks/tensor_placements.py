@@ -26,7 +26,7 @@ from scripts.benchmarks.record import Recorder
 # What it is, tokens of a micro-batch, hidden size, inner size.
 SHAPES = (
     ("dense part of M6", 4096, 1024, 4096),
-    ("one expert of m6_1t", 18, 1024, 21248),
+    ("one expert of m6t_1t", 18, 1024, 21248),
     ("dense M6-10B", 4096, 4096, 16384),
     ("GPT-3", 4096, 12288, 49152),
 )

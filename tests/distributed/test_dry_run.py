@@ -67,7 +67,7 @@ def small(
     recomputed: bool = False,
     **changes: Any,
 ) -> dict[str, Any]:
-    document = load_config(CONFIGS / "m6_10b.json").document
+    document = load_config(CONFIGS / "papers" / "m6t_10b.json").document
     document["m6"]["model"] |= {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
     document["m6"]["training"]["activation_checkpointing"] = recomputed
     document["m6"]["moe"] |= {"payload": payload, "drop_order": first}
@@ -252,7 +252,7 @@ def node_first_saves_what_few_nodes_allow(_: None) -> None:
 
 def the_recipe_sends_less_than_a_fifth(_: None) -> None:
     """10T as shipped, and with capacity k, against the flat exchange of all 80 copies of a token in 16 bits."""
-    shipped = replace(load_config(CONFIGS / "m6_10t.json").model.moe_config(), ranks_per_node=8)
+    shipped = replace(load_config(CONFIGS / "papers" / "m6_10t.json").model.moe_config(), ranks_per_node=8)
     every_copy = replace(shipped, capacity_factor=None, capacity_rounding="up")
     flat = bytes_to_other_nodes(replace(every_copy, ranks_per_node=None, payload="same"))
     assert flat == pytest.approx(78.75 * 2 * WIDTH, rel=2e-3)

@@ -78,7 +78,7 @@ def _row(line: dict[str, str]) -> Row:
 
 def gpt(layers: int, hidden: int, heads: int, global_batch: int) -> RunConfig:
     """A dense M6 of GPT's sizes, without pictures; its attention writes the scores out, as Megatron's did then."""
-    document = load_config(ROOT / "configs" / "m6_base.json").document
+    document = load_config(ROOT / "configs" / "papers" / "m6t_base.json").document
     document["train_batch_size"], document["train_micro_batch_size_per_gpu"] = global_batch, 1
     document["m6"]["training"]["ep_size"] = 1
     document["m6"]["moe"] = None

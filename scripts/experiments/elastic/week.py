@@ -21,7 +21,6 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-from experiment import ROOT  # noqa: E402
 
 from m6.config.run import RunConfig, load_config, parse_config  # noqa: E402
 from m6.errors import UserError  # noqa: E402
@@ -69,9 +68,9 @@ class Case:
 
 
 CASES = {
-    "m6_100b on nodes of 8 A100": Case("m6_100b", 8),
+    "m6t_100b on nodes of 8 A100": Case("m6t_100b", 8),
     # 768 samples also divide over 12 nodes.
-    "m6_10b on nodes of one A100": Case("m6_10b", 1, ("train_batch_size=768", "train_micro_batch_size_per_gpu=8")),
+    "m6t_10b on nodes of one A100": Case("m6t_10b", 1, ("train_batch_size=768", "train_micro_batch_size_per_gpu=8")),
 }
 
 
@@ -106,7 +105,7 @@ def trace() -> Iterator[tuple[float, int]]:
 
 
 def configured(case: Case, policy: Policy) -> RunConfig:
-    document = load_config(ROOT / "configs" / f"{case.config}.json", case.overrides).document
+    document = load_config(Path(case.config), case.overrides).document
     document["m6"]["elastic"] = {"max_nodes": NODES, **policy.elastic}
     return parse_config(document)
 

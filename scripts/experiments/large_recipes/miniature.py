@@ -1,6 +1,6 @@
 """Small models of the large configurations, by rules of scale for widths and counts; every other value is the JSON's.
 
-A *recipe* is a shipped configuration, or a candidate to replace it. A *variant* changes it at full size: the planner
+A *recipe* is a shipped configuration. A *variant* changes it at full size: the planner
 prices the changed JSON, and the miniature of the changed JSON trains. So a comparison at equal cost uses the cost of
 the full size.
 """
@@ -23,8 +23,6 @@ from m6.validation import read_document
 from moe import MoEConfig
 
 Document = dict[str, Any]
-
-HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -60,15 +58,14 @@ SOURCES = {"inews": 1.0, "poetry": 0.5, "emoji": 1.0, "icon_park": 1.0, "easy_vq
 """Weights as in configs/m6_cpu.json: in proportion to their rows, 92 % of the texts would be short poems."""
 
 
-def _shipped(name: str, cluster: str, devices: int) -> Recipe:
-    return Recipe(CONFIGS / f"{name}.json", cluster, devices)
+def _paper(name: str, cluster: str, devices: int) -> Recipe:
+    return Recipe(CONFIGS / "papers" / f"{name}.json", cluster, devices)
 
 
-def _candidate(name: str, cluster: str, devices: int, times: int, layers: int, experts: int) -> Recipe:
-    """A candidate whose miniature is 64 wide, ``times`` narrower, and has four layers of 16 experts."""
-    file = HERE / "candidates" / f"{name}.json"
+def _recommended(name: str, cluster: str, devices: int, times: int, layers: int, experts: int) -> Recipe:
+    """A recommended configuration. Its miniature is 64 wide, ``times`` narrower, and has four layers of 16 experts."""
     return Recipe(
-        file,
+        CONFIGS / f"{name}.json",
         cluster,
         devices,
         hidden=times,
@@ -85,15 +82,15 @@ def _candidate(name: str, cluster: str, devices: int, times: int, layers: int, e
 
 
 RECIPES: dict[str, Recipe] = {
-    "candidate m6_base": _candidate("m6_base", "h100_x128", 8, 16, 3, 1),
-    "candidate m6_10b": _candidate("m6_10b", "h200_x128", 16, 32, 4, 2),
-    "candidate m6_100b": _candidate("m6_100b", "h200_x128", 64, 64, 6, 4),
-    "candidate m6_1t": _candidate("m6_1t", "h200_x128", 512, 128, 8, 8),
-    "m6_base": _shipped("m6_base", "h100_x128", 8),
-    "m6_10b": _shipped("m6_10b", "h100_x128", 16),
-    "m6_100b": _shipped("m6_100b", "v100_32g_x128", 128),
-    "m6_1t": _shipped("m6_1t", "v100_32g_x480", 480),
-    "m6_10t": _shipped("m6_10t", "v100_32g_x512", 512),
+    "m6_base": _recommended("m6_base", "h100_x128", 8, 16, 3, 1),
+    "m6_10b": _recommended("m6_10b", "h200_x128", 16, 32, 4, 2),
+    "m6_100b": _recommended("m6_100b", "h200_x128", 64, 64, 6, 4),
+    "m6_1t": _recommended("m6_1t", "h200_x128", 512, 128, 8, 8),
+    "m6t_base": _paper("m6t_base", "h100_x128", 8),
+    "m6t_10b": _paper("m6t_10b", "h100_x128", 16),
+    "m6t_100b": _paper("m6t_100b", "v100_32g_x128", 128),
+    "m6t_1t": _paper("m6t_1t", "v100_32g_x480", 480),
+    "m6_10t": _paper("m6_10t", "v100_32g_x512", 512),
 }
 STEPS = 2000
 VALIDATION = 256  # rows of each objective
@@ -133,7 +130,9 @@ def miniature(full: Document, recipe: str, steps: int = STEPS, rate: float = 1.0
     small["train_micro_batch_size_per_gpu"] = _micro_batch(m6.get("moe"), ratio, rule.batch)
     _scale_rates(small, rule.hidden, rate)
     m6["training"] |= {"total_steps": steps, "ep_size": 1, "activation_checkpointing": False}
-    m6["training"].pop("micro_batches_at_once", None)  # which says when an exchange runs, and changes no result
+    # Layouts change no result.
+    m6["training"].pop("micro_batches_at_once", None)
+    m6.pop("parallel", None)
     m6["schedule"]["warmup_steps"] = max(1, round(m6["schedule"]["warmup_steps"] * steps / full_steps))
     if m6.get("pseudo_to_real") is not None:
         switch = round(m6["pseudo_to_real"]["switch_step"] * steps / full_steps)

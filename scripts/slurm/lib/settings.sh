@@ -5,7 +5,7 @@
 find_config() { # CONFIG is a file, or the name of a shipped one
     local shipped
     [[ ! -f $CONFIG ]] || return 0
-    for shipped in "$M6_ROOT"/m6/configs/{,finetune/}"$CONFIG.json"; do
+    for shipped in "$M6_ROOT"/m6/configs/{,papers/,finetune/,parallel/}"$CONFIG.json"; do
         if [[ $CONFIG != */* && -f $shipped ]]; then
             CONFIG=$shipped
             return 0

@@ -187,7 +187,7 @@ NOT_HERE = {
         ["train-image-tokenizer", "no.json", "--out", "out"],
         "no.json: no such file",
     ),
-    "devices of a plan": (["plan", "m6_100b", "--cluster", "no.json"], "no.json: no such file"),
+    "devices of a plan": (["plan", "m6t_100b", "--cluster", "no.json"], "no.json: no such file"),
 }
 
 

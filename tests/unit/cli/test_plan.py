@@ -15,7 +15,7 @@ from m6.errors import UserError
 from m6.slurm.job import load_job
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-CONFIG = str(CONFIGS / "m6_base.json")
+CONFIG = str(CONFIGS / "papers" / "m6t_base.json")
 NO_JOB = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "M6_ROOT"))}
 MACHINE = ("--cluster", "a100_80g_x128", "--set", "train_batch_size=128")
 
@@ -27,40 +27,40 @@ def run(*arguments: str) -> str:
 def test_plan_without_a_name_is_the_best(tmp_path: Path):
     text = run(CONFIG, *MACHINE, "--world", "8", "--out", str(tmp_path))
     assert "Why not otherwise" in text
-    config = load_config(tmp_path / "m6_base.json")
+    config = load_config(tmp_path / "m6t_base.json")
     check_world_size(config, 8)
     assert (
-        (tmp_path / "m6_base.sbatch")
+        (tmp_path / "m6t_base.sbatch")
         .read_text()
-        .startswith("#!/usr/bin/env bash\n#SBATCH --job-name=m6_base\n#SBATCH --nodes=1\n")
+        .startswith("#!/usr/bin/env bash\n#SBATCH --job-name=m6t_base\n#SBATCH --nodes=1\n")
     )
     # The job's body finds no sbatch variables here, and says so: the file is a script that begins it.
-    ended = subprocess.run(["bash", tmp_path / "m6_base.sbatch"], capture_output=True, text=True, env=NO_JOB)
+    ended = subprocess.run(["bash", tmp_path / "m6t_base.sbatch"], capture_output=True, text=True, env=NO_JOB)
     assert ended.stderr.strip().endswith("SLURM_SUBMIT_DIR: unbound variable")
-    job = load_job(tmp_path / "m6_base.job.json")
+    job = load_job(tmp_path / "m6t_base.job.json")
     assert (job.nodes, job.ranks_per_node, job.gpus_per_node, job.time_limit_min) == (1, 8, 8, 1440)
-    assert f"m6 submit {tmp_path}/m6_base.json --job {tmp_path}/m6_base.job.json" in text
+    assert f"m6 submit {tmp_path}/m6t_base.json --job {tmp_path}/m6t_base.job.json" in text
 
 
 def test_json_is_all_of_the_output(tmp_path: Path):
     arguments = [CONFIG, *MACHINE, "--world", "8", "--json", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     json.loads(result.stdout)
-    assert f"wrote {tmp_path}/m6_base.json" in result.stderr
+    assert f"wrote {tmp_path}/m6t_base.json" in result.stderr
 
 
 def test_two_stages_of_one_layout_are_one_job(tmp_path: Path):
     stages = ("--set", "m6.pseudo_to_real.switch_step=1000", "--set", "m6.training.total_steps=2000")
     run(CONFIG, *MACHINE, *stages, "--world", "8", "--out", str(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {"m6_base.json", "m6_base.job.json", "m6_base.sbatch"}
-    assert load_config(tmp_path / "m6_base.json").m6.pseudo_to_real is not None
+    assert {path.name for path in tmp_path.iterdir()} == {"m6t_base.json", "m6t_base.job.json", "m6t_base.sbatch"}
+    assert load_config(tmp_path / "m6t_base.json").m6.pseudo_to_real is not None
 
 
 def test_two_stages_of_different_layouts_are_two_jobs_of_one_run(tmp_path: Path):
     stages = ("--set", "m6.pseudo_to_real.switch_step=20000", "--world", "16", "--out", str(tmp_path))
-    text = run(str(CONFIGS / "m6_100b.json"), "--cluster", "a100_80g_x128", *stages)
+    text = run(str(CONFIGS / "papers" / "m6t_100b.json"), "--cluster", "a100_80g_x128", *stages)
     for stage in ("pseudo", "real"):
-        path = f"{tmp_path}/m6_100b.{stage}"
+        path = f"{tmp_path}/m6t_100b.{stage}"
         assert f"m6 submit {path}.json --job {path}.job.json --run-dir RUN\n" in text
         assert load_config(Path(f"{path}.json")).m6.pseudo_to_real is not None
 

@@ -30,7 +30,7 @@ def test_a_pseudo_stage_of_a_fine_tuning_names_the_remedy():
         UserError,
         match=r"m6\.init .*; fine-tune with a JSON of configs/finetune, or leave m6\.pseudo_to_real",
     ):
-        load_config(CONFIGS / "m6_10t.json", ("m6.init=runs/base",))
+        load_config(CONFIGS / "papers" / "m6_10t.json", ("m6.init=runs/base",))
 
 
 @pytest.mark.parametrize(

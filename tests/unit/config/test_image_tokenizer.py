@@ -35,6 +35,6 @@ def test_the_page_of_data_names_an_image_tokenizer_that_fits_the_base_model():
     page = (ROOT / "docs" / "guides" / "data.md").read_text(encoding="utf-8")
     row = next(line for line in page.splitlines() if "`finetune/text_to_image_base`" in line)
     [name] = re.findall(r"`m6 train-image-tokenizer (\S+) --out runs/image_tokenizer`", row)
-    settings, run = load_settings(ROOT / name), load_config(ROOT / "configs" / "m6_base.json")
+    settings, run = load_settings(ROOT / name), load_config(ROOT / "configs" / "papers" / "m6t_base.json")
     assert settings.data.path == run.m6.data.path
     assert settings.model.num_codebooks * settings.model.codebook_size <= run.model.image_vocab_size

@@ -35,6 +35,7 @@ SCALED = {
         f"m6.training.{name}"
         for name in ("total_steps", "ep_size", "activation_checkpointing", "micro_batches_at_once")
     ),
+    *(f"m6.parallel.pipeline.{name}" for name in ("num_ranks", "schedule")),
     "m6.schedule.warmup_steps",
     "m6.pseudo_to_real.switch_step",
     "m6.offload.num_threads",
@@ -81,7 +82,7 @@ def test_as_many_tokens_choose_among_a_prototypes_experts(recipe: str):
 
 def test_equal_miniatures_are_one_run(monkeypatch):
     """Candidates of one family differ in widths, so their miniatures are equal where their numbers of experts are."""
-    base, larger = (Case(f"candidate {name}", "recipe", "cost", 1.0, 0, 100) for name in ("m6_base", "m6_10b"))
+    base, larger = (Case(name, "recipe", "cost", 1.0, 0, 100) for name in ("m6_base", "m6_10b"))
     assert run_name(base, 100, "cpu") == run_name(larger, 100, "cpu")
     assert run_name(base, 101, "cpu") != run_name(base, 100, "cpu")
     assert run_name(replace(base, seed=1), 100, "cpu") != run_name(base, 100, "cpu")
@@ -89,11 +90,11 @@ def test_equal_miniatures_are_one_run(monkeypatch):
 
     class Table:
         def rows(self) -> list[dict[str, str]]:
-            return [{"recipe": "candidate m6_base", "run": run_name(base, 100, "cpu"), "loss": "1.5", "cpu_s": "9"}]
+            return [{"recipe": "m6_base", "run": run_name(base, 100, "cpu"), "loss": "1.5", "cpu_s": "9"}]
 
     row = train.shared(larger, 100, run_name(larger, 100, "cpu"), Table())
     assert row is not None
-    assert (row["recipe"], row["loss"], row["cpu_s"], row["cost"]) == ("candidate m6_10b", "1.5", "0", "2.000")
+    assert (row["recipe"], row["loss"], row["cpu_s"], row["cost"]) == ("m6_10b", "1.5", "0", "2.000")
     assert train.shared(larger, 101, run_name(larger, 101, "cpu"), Table()) is None
 
 
@@ -101,26 +102,26 @@ def test_a_variant_has_the_steps_of_its_cost_and_at_most_a_twentieth_more(monkey
     prices = {"recipe": 3.0, "dense": 2.0, "today": 4.0, "none": 0.1}
     monkeypatch.setattr(train, "days", lambda recipe, variant: prices[variant])
     for variant, price in prices.items():
-        steps = train.steps_of(Case("candidate m6_base", variant, "cost", 1.0, 0, 1000), ResultTable(RESULTS, KEY))
+        steps = train.steps_of(Case("m6_base", variant, "cost", 1.0, 0, 1000), ResultTable(RESULTS, KEY))
         ratio = min(train.LONGEST, prices["recipe"] / price)
         assert 0.99 <= steps / (1000 * ratio) <= 1.05
 
 
 def test_a_recipe_that_is_top_1_has_to_beat_the_dense_model_alone(monkeypatch):
-    plain = changed("candidate m6_base", "top1")
+    plain = changed("m6_base", "top1")
     monkeypatch.setattr(rules, "shipped", lambda recipe: copy.deepcopy(plain))
     chosen = runs(recipe=[1.0, 1.0, 1.0], dense=[1.1, 1.2, 1.1])
-    assert "candidate m6_base stays**" in verdict("candidate m6_base", chosen)
+    assert "m6_base stays**" in verdict("m6_base", chosen)
 
 
 def test_top_1_is_no_variant_of_a_recipe_that_is_top_1(monkeypatch):
-    assert "top1" in variants("candidate m6_base")
-    plain = changed("candidate m6_base", "top1")
+    assert "top1" in variants("m6_base")
+    plain = changed("m6_base", "top1")
     monkeypatch.setattr(rules, "shipped", lambda recipe: copy.deepcopy(plain))
-    assert "top1" not in variants("candidate m6_base")
+    assert "top1" not in variants("m6_base")
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("candidate")])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if RECIPES[name].batch == 64])
 def test_variants_of_experts_have_as_many_parameters_and_flops(recipe: str):
     """Of the routed experts, and of what a token computes; a shared expert is the only difference."""
 

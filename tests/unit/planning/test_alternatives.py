@@ -34,7 +34,7 @@ from tests.fixtures.plans import CONFIGS, brute_force, planner
 
 
 def test_what_a_plan_leaves_out_is_priced():
-    subject = planner("m6_100b", "a100_80g_x128", forced={"micro_batch_size": 8, "zero_stage": 1})
+    subject = planner("m6t_100b", "a100_80g_x128", forced={"micro_batch_size": 8, "zero_stage": 1})
     text = "\n".join(alternatives(subject, subject.search()))
     without_slices = "leave m6.parallel.pipeline.slices out, or use m6.moe.capacity_factor=null"
     for part in ("m6.parallel.pipeline", "PipeDream-2BW", "TeraPipe", without_slices):
@@ -47,7 +47,7 @@ def test_slices_are_advised_only_where_they_win():
     long = "m6.model.max_position_embeddings=8192", "m6.data.sequence_length=8192", "train_batch_size=128"
     advice = []
     for forced in ({"schedule": "1f1b", "pp_size": 8, "checkpointing": True}, {}):
-        subject = planner("m6_100b", "a100_80g_x128", *long, "m6.moe.capacity_factor=null", forced=forced)
+        subject = planner("m6t_100b", "a100_80g_x128", *long, "m6.moe.capacity_factor=null", forced=forced)
         [line] = [line for line in alternatives(subject, subject.search()) if "Token slices" in line]
         advice.append(line)
     assert re.search(
@@ -57,7 +57,7 @@ def test_slices_are_advised_only_where_they_win():
 
 
 def test_unequal_devices_take_unequal_shares():
-    subject = planner("m6_base", "a100_v100_mixed", "train_batch_size=512", forced={"pp_size": 1})
+    subject = planner("m6t_base", "a100_v100_mixed", "train_batch_size=512", forced={"pp_size": 1})
     result = subject.search()
     [line] = [line for line in alternatives(subject, result) if "m6.parallel.shares" in line]
     faster, slower = result.best.layout.shares
@@ -90,7 +90,7 @@ def test_unequal_devices_take_unequal_shares():
 )
 def test_what_a_plan_says_of_shares(forced: dict[str, Any], expected: str):
     forced = {"zero_stage": 1, "micro_batch_size": 1, "ep_size": 1, "checkpointing": False} | forced
-    subject = planner("m6_base", "a100_v100_mixed", "train_batch_size=16", forced=forced)
+    subject = planner("m6t_base", "a100_v100_mixed", "train_batch_size=16", forced=forced)
     subject = subject.changed(cluster=of_types(2, 2))
     [line] = [line for line in alternatives(subject, subject.search()) if "m6.parallel.shares" in line]
     assert re.fullmatch(rf"- Unequal shares \(m6.parallel.shares\){expected}.*", line)
@@ -98,7 +98,7 @@ def test_what_a_plan_says_of_shares(forced: dict[str, Any], expected: str):
 
 def with_groups(rows: int, ranks: int, **parallel: Any) -> RunConfig:
     """A run with experts whose matrices ``ranks`` neighbours divide."""
-    document = load_config(CONFIGS / "m6_base.json").document
+    document = load_config(CONFIGS / "papers" / "m6t_base.json").document
     document["train_batch_size"], document["train_micro_batch_size_per_gpu"] = rows, 1
     document["zero_optimization"] = {"stage": 1}
     document["m6"]["training"]["ep_size"] = 1
@@ -138,7 +138,7 @@ def test_shares_of_tensor_groups_with_experts(fast: int, slow: int, ep_size: int
 
 
 def test_a_forced_size_that_divides_nothing_is_refused_on_mixed_devices():
-    subject = planner("m6_base", "a100_v100_mixed", "train_batch_size=512", forced={"ep_size": 256, "pp_size": 1})
+    subject = planner("m6t_base", "a100_v100_mixed", "train_batch_size=512", forced={"ep_size": 256, "pp_size": 1})
     with pytest.raises(UserError, match="ep_size 256 does not divide both 128 data-parallel ranks and 32 experts"):
         subject.search()
 
@@ -184,7 +184,7 @@ def test_a_plan_prices_the_pipeline_without_a_flush():
     """Its ranks wait for each other once in ten steps; what the configuration refuses is said in its words."""
     half = ("fp16.enabled=false", "bf16.enabled=true")
     forced = {"zero_stage": 1, "ep_size": 64}
-    subject, late = (planner("m6_100b", "a100_80g_x128", *half, *more, forced=forced) for more in ((), (LATE,)))
+    subject, late = (planner("m6t_100b", "a100_80g_x128", *half, *more, forced=forced) for more in ((), (LATE,)))
     result = subject.search(1)
     best, pipeline, found = result.best, result.fastest(pipeline=True), late.search(1).fastest(pipeline=True)
     assert pipeline is not None
@@ -200,9 +200,9 @@ def test_a_plan_prices_the_pipeline_without_a_flush():
     assert f"wait {found.time.bubble:.4g} s of a step for each other, {flushed.bubble:.4g} s with" in delay_line(
         late, found
     )
-    fp16 = planner("m6_100b", "a100_80g_x128", forced=forced)
+    fp16 = planner("m6t_100b", "a100_80g_x128", forced=forced)
     assert "fp16 changes the loss scale between two steps" in flushless_line(fp16, best, pipeline)
-    streamed = planner("m6_1t", "v100_32g_x480")
+    streamed = planner("m6t_1t", "v100_32g_x480")
     layout = ParallelLayout(480, 240, pp_size=2, zero_stage=1, micro_batch_size=4, stream_experts=True)
     judged = streamed.evaluate(layout)
     assert isinstance(judged, PricedLayout)
@@ -218,7 +218,7 @@ def test_what_does_not_wait_for_the_host_has_nothing_to_gain():
 
 
 def dense(rows: int, **model: Any) -> RunConfig:
-    document = load_config(CONFIGS / "m6_base.json").document
+    document = load_config(CONFIGS / "papers" / "m6t_base.json").document
     document["train_batch_size"], document["train_micro_batch_size_per_gpu"] = rows, 1
     document["m6"]["training"]["ep_size"] = 1
     document["m6"]["moe"] = None
@@ -311,7 +311,7 @@ def test_reports_say_what_dense_runs_and_experts_would_gain():
     assert "this plan" in line
     assert re.search(r"3d on 8 ranks with micro-batches of \d+: \+[\d.]+% step time, of which \d+% to receive", line)
 
-    experts = planner("m6_100b", "a100_80g_x128", forced={"micro_batch_size": 8, "zero_stage": 1, "pp_size": 1})
+    experts = planner("m6t_100b", "a100_80g_x128", forced={"micro_batch_size": 8, "zero_stage": 1, "pp_size": 1})
     [line] = [line for line in alternatives(experts, experts.search()) if "Divided" in line]
     numbers = [float(number.replace(",", "")) for number in re.findall(r"([\d,]+) \(", line)]
     one, square, cube, whole = numbers

@@ -24,7 +24,7 @@ PSEUDO = ('m6.pseudo_to_real={"switch_step": 30000}', "zero_optimization.stage=2
 
 
 def planner(*overrides: str) -> Planner:
-    config = load_config(CONFIGS / "m6_base.json", ("train_batch_size=128", *overrides))
+    config = load_config(CONFIGS / "papers" / "m6t_base.json", ("train_batch_size=128", *overrides))
     return Planner(config, load_cluster(Path("a100_80g_x128")).first(8), forced=CHEAP)
 
 
@@ -102,7 +102,7 @@ def test_both_stages_add_up():
 
 
 def test_the_command_prints_json_alone():
-    arguments = [str(CONFIGS / "m6_base.json"), "--cluster", "a100_80g_x128", "--world", "8", "--json"]
+    arguments = [str(CONFIGS / "papers" / "m6t_base.json"), "--cluster", "a100_80g_x128", "--world", "8", "--json"]
     forced = [part for name, value in CHEAP.items() for part in ("--force", f"{name}={str(value).lower()}")]
     result = CliRunner().invoke(app, [*arguments, "--set", "train_batch_size=128", *forced], catch_exceptions=False)
     document = json.loads(result.stdout)

@@ -28,18 +28,18 @@ from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout
 from m6.training.reduction.reducer import gradient_tensor
 from moe import MoEConfig
-from tests.fixtures.plans import CONFIGS, planner
+from tests.fixtures.plans import planner
 
 TOP_K = CommunicationSettings(gradients="top_k", density=0.001)
 
 
-def planner_with_network(network_bytes_per_s: float, *overrides: str, name: str = "m6_base") -> Planner:
+def planner_with_network(network_bytes_per_s: float, *overrides: str, name: str = "m6t_base") -> Planner:
     cluster = load_cluster(Path("a100_80g_x128")).first(32)
     nodes = cluster.nodes[0]
     network = nodes.links.network.model_copy(update={"bandwidth_bytes_per_s": network_bytes_per_s})
     links = nodes.links.model_copy(update={"network": network})
     slow = cluster.model_copy(update={"nodes": [nodes.model_copy(update={"links": links})]})
-    return Planner(load_config(CONFIGS / f"{name}.json", overrides), slow)
+    return Planner(load_config(Path(name), overrides), slow)
 
 
 def best_of(subject: Planner) -> PricedLayout:
@@ -47,10 +47,10 @@ def best_of(subject: Planner) -> PricedLayout:
 
 
 def config(name: str, *overrides: str) -> RunConfig:
-    return load_config(CONFIGS / f"{name}.json", overrides)
+    return load_config(Path(name), overrides)
 
 
-@pytest.mark.parametrize("name", ["m6_base", "m6_smoke"])
+@pytest.mark.parametrize("name", ["m6t_base", "m6_smoke"])
 def test_the_tensors_are_those_of_the_model(name: str):
     run = config(name)
     found = gradient_tensors(fold(run.model), with_experts=True)
@@ -113,7 +113,7 @@ def price(ep_size: int = 8, **settings: Any) -> RoutingTimes:
 def run(**moe: Any) -> RunConfig:
     changes = {"capacity_rule": '"k"', "payload": '"same"', **moe}
     settings = ["m6.data.sequence_length=512", *(f"m6.moe.{key}={value}" for key, value in changes.items())]
-    return load_config(Path("m6_100b"), tuple(settings))
+    return load_config(Path("m6t_100b"), tuple(settings))
 
 
 def model(config: RunConfig, cluster: str = "a100_80g_x128") -> TimeModel:
@@ -205,7 +205,7 @@ def test_streamed_experts_send_a_gradient_for_each_part():
 
 def test_the_faster_exchange_with_checkpointing_is_found_beside_that_without():
     """In one search: with checkpointing, turns hide less of an exchange, and the one between nodes first wins."""
-    subject = planner("m6_100b", "a100_80g_x128")
+    subject = planner("m6t_100b", "a100_80g_x128")
     layouts = [
         ParallelLayout(128, 64, zero_stage=1, micro_batch_size=4, checkpointing=checkpointing, micro_batches_at_once=2)
         for checkpointing in (False, True)

@@ -15,7 +15,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def test_layout_survives_the_journey_through_json():
-    config = load_config(CONFIGS / "m6_100b.json")
+    config = load_config(CONFIGS / "papers" / "m6t_100b.json")
     for asked in (
         layout_of(config, 128),
         ParallelLayout(256, 64, zero_stage=1, micro_batch_size=2),

@@ -82,7 +82,8 @@ def test_host_bytes_are_those_of_the_store(tmp_path: Path, changes: dict[str, An
 def test_bytes_of_a_parameter_of_m6_10t(settings: dict[str, Any], expected: int):
     """Adafactor, one micro-batch a step, in 16 bits. Means of rows and columns, alignment and staging come on top."""
     config = with_offload(
-        load_config(CONFIGS / "m6_10t.json"), OffloadSettings(optimizer={"type": "Adafactor", "lr": 0.005}, **settings)
+        load_config(CONFIGS / "papers" / "m6_10t.json"),
+        OffloadSettings(optimizer={"type": "Adafactor", "lr": 0.005}, **settings),
     )
     memory = MemoryModel(config, Profile())
     layout = ParallelLayout(512, 512, micro_batch_size=8, checkpointing=True, stream_experts=True)
@@ -91,7 +92,7 @@ def test_bytes_of_a_parameter_of_m6_10t(settings: dict[str, Any], expected: int)
 
 def test_the_device_owns_as_many_chunks_as_fit():
     """What it owns is not on the host, and the step waits for the host the less the more it owns."""
-    config, cluster = load_config(CONFIGS / "m6_1t.json"), load_cluster(Path("v100_32g_x480"))
+    config, cluster = load_config(CONFIGS / "papers" / "m6t_1t.json"), load_cluster(Path("v100_32g_x480"))
     layout = ParallelLayout(480, 480, zero_stage=1, micro_batch_size=4, stream_experts=True, ranks_per_node=8)
 
     def priced(device_bytes: int | None) -> tuple[MemoryFootprint, StepTime]:
@@ -197,7 +198,7 @@ def test_the_host_has_no_more_than_its_memory():
 
 
 def test_layers_that_share_experts_reduce_a_gradient_each():
-    config, cluster = load_config(CONFIGS / "m6_10t.json"), load_cluster(Path("v100_32g_x512"))
+    config, cluster = load_config(CONFIGS / "papers" / "m6_10t.json"), load_cluster(Path("v100_32g_x512"))
     layout = ParallelLayout(512, 128, zero_stage=1, micro_batch_size=8, checkpointing=True, stream_experts=True)
     memory = MemoryModel(config, Profile(), sharing=pseudo_sharing(config))
     time = TimeModel(config, cluster, Profile(), memory)
@@ -210,7 +211,7 @@ def test_layers_that_share_experts_reduce_a_gradient_each():
 
 
 def test_gradients_add_up_in_fp32_where_an_expert_has_several():
-    config = load_config(CONFIGS / "m6_10t.json")
+    config = load_config(CONFIGS / "papers" / "m6_10t.json")
     assert uses_of_experts(fold(config.model, pseudo_sharing(config))) == 48
     assert uses_of_experts(fold(config.model)) == 1
     widths = [

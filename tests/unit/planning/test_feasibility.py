@@ -16,10 +16,10 @@ from tests.fixtures.tiny_run import tiny_document
 
 ROOT = Path(__file__).parents[3]
 
-CONFIG = load_config(ROOT / "configs" / "m6_100b.json")
+CONFIG = load_config(ROOT / "configs" / "papers" / "m6t_100b.json")
 
 FEASIBILITY = Feasibility(CONFIG)
-ADAFACTOR = Feasibility(load_config(ROOT / "configs" / "m6_1t.json"))
+ADAFACTOR = Feasibility(load_config(ROOT / "configs" / "papers" / "m6t_1t.json"))
 
 BASE = ParallelLayout(128, 64, zero_stage=2, micro_batch_size=8)
 

@@ -23,11 +23,11 @@ from tests.fixtures.plans import planner
 
 @pytest.mark.parametrize(
     ("name", "cluster"),
-    [("m6_100b", "a100_80g_x128"), ("m6_1t", "v100_32g_x480"), ("m6_10b", "h200_x128"), ("m6_base", "gb200_x72")],
+    [("m6t_100b", "a100_80g_x128"), ("m6t_1t", "v100_32g_x480"), ("m6t_10b", "h200_x128"), ("m6t_base", "gb200_x72")],
 )
 def test_emitted_files(name: str, cluster: str):
-    world = {"m6_10b": 16, "m6_base": 64}.get(name)
-    forced = {"ep_size": 480, "micro_batch_size": 4} if name == "m6_1t" else None  # a search of all takes long
+    world = {"m6t_10b": 16, "m6t_base": 64}.get(name)
+    forced = {"ep_size": 480, "micro_batch_size": 4} if name == "m6t_1t" else None  # a search of all takes long
     subject = planner(name, cluster, world=world, forced=forced)
     plan = subject.search().best
     (files,) = job_files([subject], [plan], name, time_limit_min=720)
@@ -45,7 +45,7 @@ def test_emitted_files(name: str, cluster: str):
 
 
 def test_a_job_that_ends_before_it_can_be_told_to():
-    subject = planner("m6_100b", "a100_80g_x128")
+    subject = planner("m6t_100b", "a100_80g_x128")
     with pytest.raises(UserError, match="time_limit_min 1 leaves no time to train"):
         job_description(subject, subject.search().best, time_limit_min=1)
 
@@ -65,7 +65,7 @@ def test_measured_writing_decides_when_a_job_is_told(tmp_path: Path):
     leads = []
     for seconds in (1.0, 600.0):
         profile = Profile(checkpoint_bytes_per_s=9.68e9 / seconds)
-        subject = planner("m6_100b", "a100_80g_x128", profile=profile, forced={"zero_stage": 1, "ep_size": 128})
+        subject = planner("m6t_100b", "a100_80g_x128", profile=profile, forced={"zero_stage": 1, "ep_size": 128})
         best = subject.search().best
         assert checkpoint_s(subject, best) == pytest.approx(seconds, rel=1e-2)
         leads.append(signal_lead_s(subject, best))

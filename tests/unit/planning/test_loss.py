@@ -163,7 +163,7 @@ def known(monkeypatch):
 
 
 def test_the_loss_is_that_of_the_model_and_of_all_its_tokens(known):
-    config = load_config(CONFIGS / "m6_base.json", ("train_batch_size=128",))
+    config = load_config(CONFIGS / "papers" / "m6t_base.json", ("train_batch_size=128",))
     tokens = 0.5 * 500 * 128 * config.m6.data.sequence_length
     scale = Scale.of(config.model, tokens, config.expected_routing.experts_per_token)
     assert predicted_loss(config, 500).loss == pytest.approx(FIT.loss(scale))
@@ -173,10 +173,10 @@ def test_the_loss_is_that_of_the_model_and_of_all_its_tokens(known):
 def test_choices_that_a_capacity_drops_do_not_learn():
     """Of 80 choices of a token the capacity leaves 1.25."""
     shipped, with_k = (
-        predicted_loss(load_config(CONFIGS / "m6_10t.json", (f'm6.moe.capacity_rule="{rule}"',)), 50_000)
+        predicted_loss(load_config(CONFIGS / "papers" / "m6_10t.json", (f'm6.moe.capacity_rule="{rule}"',)), 50_000)
         for rule in ("1", "k")
     )
-    config = load_config(CONFIGS / "m6_10t.json")
+    config = load_config(CONFIGS / "papers" / "m6_10t.json")
     assert shipped.loss == pytest.approx(predicted_loss(config, 50_000, 1.25).loss)
     assert with_k.loss < shipped.loss - 0.05
     assert with_k.beyond["parameters"] > 10 * shipped.beyond["parameters"]
@@ -184,7 +184,7 @@ def test_choices_that_a_capacity_drops_do_not_learn():
 
 
 def test_an_extrapolation_is_marked_with_its_factors(monkeypatch):
-    config = load_config(CONFIGS / "m6_base.json")
+    config = load_config(CONFIGS / "papers" / "m6t_base.json")
     monkeypatch.setattr("m6.planning.loss.shipped_law", lambda: law_up_to(1e15))
     assert "extrapolation" not in loss_line(predicted_loss(config, 10), config)
     monkeypatch.setattr("m6.planning.loss.shipped_law", lambda: law_up_to(1e4))
@@ -200,7 +200,7 @@ def test_an_extrapolation_is_marked_with_its_factors(monkeypatch):
 def test_the_recipe_of_the_law_is_named_and_that_of_the_run_where_they_differ():
     law_of = "Muon, wsd and rotary positions"
     for name, own in {"m6_10t": "AdamW (Adafactor for experts), cosine and learned positions", "m6_cpu": None}.items():
-        config = load_config(CONFIGS / f"{name}.json")
+        config = load_config(Path(name))
         line = loss_line(predicted_loss(config, 10), config)
         assert law_of in line
         assert ("which are not this run's" in line) == (own is not None)
@@ -219,7 +219,7 @@ def test_the_law_was_fitted_to_runs_of_the_recipe_that_it_names():
 
 
 def test_days_on_more_devices_learn_more(known):
-    config = load_config(CONFIGS / "m6_base.json")
+    config = load_config(CONFIGS / "papers" / "m6t_base.json")
     curves = learned_by_days(config, {8: 2.0, 16: 1.0}, 8.0)
     assert [days for days, _ in curves[8]] == [1, 2, 4, 8]
     assert dict(curves[8])[8] == pytest.approx(dict(curves[16])[4]), "twice as fast in half the time is the same"
@@ -231,15 +231,15 @@ def test_days_on_more_devices_learn_more(known):
 
 
 def test_days_in_which_no_step_ends(known):
-    config = load_config(CONFIGS / "m6_base.json")
+    config = load_config(CONFIGS / "papers" / "m6t_base.json")
     assert learned_by_days(config, {8: 86400.0, 16: 8640000.0}, 1.0) == {8: [(1.0, predicted_loss(config, 1).loss)]}
     with pytest.raises(UserError, match=r"--days 0.5: no step ends within it; the fastest takes 86,400 s"):
         learned_by_days(config, {8: 86400.0}, 0.5)
 
 
 def test_the_plan_states_the_loss_of_the_shipped_law(tmp_path: Path):
-    machine = (str(CONFIGS / "m6_base.json"), "--cluster", "a100_80g_x128", "--set", "train_batch_size=128")
-    config = load_config(CONFIGS / "m6_base.json", ("train_batch_size=128",))
+    machine = (str(CONFIGS / "papers" / "m6t_base.json"), "--cluster", "a100_80g_x128", "--set", "train_batch_size=128")
+    config = load_config(CONFIGS / "papers" / "m6t_base.json", ("train_batch_size=128",))
     expected = predicted_loss(config, config.m6.training.total_steps)
 
     def run(*arguments: str) -> str:

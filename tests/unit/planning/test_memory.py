@@ -255,7 +255,7 @@ def test_own_sums_of_several_ranks_are_those_of_an_engine(folder):
 def test_own_sums_are_in_the_memory_that_a_plan_needs():
     """The same run with and without "any_world", with 2^5 micro-batches in a step, and with residuals."""
     layout = ParallelLayout(2, micro_batch_size=1)
-    plain = load_config(CONFIGS / "m6_base.json").document
+    plain = load_config(CONFIGS / "papers" / "m6t_base.json").document
     plain["train_batch_size"] = 64
     plain |= {"bf16": {}, "zero_optimization": {"stage": 0}}
     plain["m6"]["training"]["ep_size"] = 1
@@ -275,7 +275,7 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 4, "text_vocab_size": 64, "im
 
 
 def small_run(**changes: object) -> RunConfig:
-    document = load_config(CONFIGS / "m6_100b.json").document
+    document = load_config(CONFIGS / "papers" / "m6t_100b.json").document
     del document["fp16"]
     document["bf16"] = {"enabled": True}
     document["m6"]["model"] = {**SMALL, "num_layers": 6, "ffn_hidden_size": 47, "hidden_dropout": 0.1}
@@ -457,7 +457,7 @@ BEHIND = "m6.checkpoint.async_save=true"
 
 def test_a_checkpoint_has_the_states_of_two_optimizers():
     """AdamW's moments of the dense part, which all ranks share; Adafactor's means of experts are negligible."""
-    subject = planner("m6_1t", "v100_32g_x480", forced={"ep_size": 480, "micro_batch_size": 4})
+    subject = planner("m6t_1t", "v100_32g_x480", forced={"ep_size": 480, "micro_batch_size": 4})
     plan = subject.search().best
     dense, experts = subject.memory.counts(plan.layout).local, subject.memory.stored_experts(plan.layout)
     assert experts == 2 * 2 * 1024 * 21248 * 24
@@ -481,7 +481,7 @@ def test_host_memory_holds_the_copy_of_what_is_written_beside_the_training():
 
 def test_a_plan_tells_what_a_checkpoint_takes():
     for changes, how in (((), "beside the training"), (("m6.checkpoint.async_save=false",), "the training waits")):
-        subject = planner("m6_base", "a100_80g_x128", *changes, world=8)
+        subject = planner("m6t_base", "a100_80g_x128", *changes, world=8)
         layout = layout_of(subject.config, 8)
         said = checkpoint_line(subject, PricedLayout(layout, subject.memory(layout), subject.time(layout)))
         assert how in said
@@ -492,7 +492,7 @@ def test_a_job_asks_for_the_memory_of_the_copy():
     """A cluster that holds jobs to what they asked for would kill one that asked for its states alone."""
     memory = {}
     for background in ("true", "false"):
-        subject = planner("m6_1t", "v100_32g_x480", f"m6.checkpoint.async_save={background}")
+        subject = planner("m6t_1t", "v100_32g_x480", f"m6.checkpoint.async_save={background}")
         node = subject.cluster.nodes[0]
         small = node.model_copy(update={"host": node.host.model_copy(update={"memory_bytes": 120 * 10**9})})
         subject.cluster = subject.cluster.model_copy(update={"nodes": [small]})

@@ -7,7 +7,7 @@ from tests.fixtures.plans import planner
 
 
 def test_the_smallest_cluster_that_holds_a_run():
-    subject = planner("m6_100b", "a100_80g_x128", world=8)
+    subject = planner("m6t_100b", "a100_80g_x128", world=8)
     assert not subject.search().plans
     cluster = smallest_cluster(subject)
     assert cluster is not None
@@ -16,7 +16,7 @@ def test_the_smallest_cluster_that_holds_a_run():
 
 
 def test_experts_that_muon_cannot_update_are_streamed_with_an_optimizer_that_can():
-    subject = planner("m6_100b", "a100_80g_x128", "optimizer.type=Muon", "zero_optimization.stage=1", world=8)
+    subject = planner("m6t_100b", "a100_80g_x128", "optimizer.type=Muon", "zero_optimization.stage=1", world=8)
     result = subject.search()
     assert not result.plans
     needed = 'm6.offload with "update": "next_forward" and "optimizer.type": "Adafactor"'

@@ -173,7 +173,7 @@ def test_what_the_search_finds_is_a_json_that_runs():
 
 
 def test_refusals_name_the_rule():
-    subject = planner("m6_100b", "a100_80g_x128")
+    subject = planner("m6t_100b", "a100_80g_x128")
     base = ParallelLayout(128, 16, pp_size=8, zero_stage=1, micro_batch_size=8, schedule="zbv")
     assert isinstance(subject.evaluate(base), PricedLayout)
     for changes, reason in [
@@ -191,7 +191,7 @@ def test_refusals_name_the_rule():
 
 def test_each_rank_streams_the_experts_of_its_stages():
     """What ranks hold and copy adds up to the whole; a rank waits for its own experts beside its own passes."""
-    subject = planner("m6_1t", "v100_32g_x480")
+    subject = planner("m6t_1t", "v100_32g_x480")
     subject.memory.device_bytes = None  # nothing stays on the device
     layout = ParallelLayout(480, 240, pp_size=2, zero_stage=1, micro_batch_size=4, stream_experts=True, cut=(16, 8))
     whole = replace(layout, pp_size=1, cut=())
@@ -211,7 +211,7 @@ def test_each_rank_streams_the_experts_of_its_stages():
 
 def test_host_memory_is_that_of_the_rank_with_most_of_it():
     """The last rank, which has the head, fills its device with fewer experts than the first, but fills it more."""
-    subject = planner("m6_1t", "v100_32g_x480")
+    subject = planner("m6t_1t", "v100_32g_x480")
     layout = ParallelLayout(480, 240, pp_size=2, zero_stage=1, micro_batch_size=4, stream_experts=True, cut=(12, 12))
     plan = subject.evaluate(layout)
     assert isinstance(plan, PricedLayout)
@@ -272,6 +272,6 @@ def test_a_user_forces_schedule_and_cut():
     with pytest.raises(UserError, match=r"expected one of 1f1b, .*dualpipev, found 'zbw'"):
         parse_forced(("schedule=zbw",))
     with pytest.raises(UserError, match="no layout has the forced pp_size=5: pp_size must divide the 128 devices"):
-        planner("m6_100b", "a100_80g_x128", forced={"pp_size": 5}).search()
+        planner("m6t_100b", "a100_80g_x128", forced={"pp_size": 5}).search()
     with pytest.raises(UserError, match=r'every layout .* is refused .*"schedule": "1f1b" on 2 ranks, found 3'):
         Planner(small_base(16, num_layers=8), few(4), forced={**forced, "cut": (3, 3, 2)}).search()

@@ -16,7 +16,7 @@ from m6.planning.reports import no_plan_report
 from m6.planning.search.planner import Planner, curve, device_counts, frontier, pareto, plan_costs
 from m6.planning.search.stages import training_stages
 from m6.plots.frontier import draw_frontier
-from tests.fixtures.plans import CONFIGS, brute_force, planner, small_base
+from tests.fixtures.plans import brute_force, planner, small_base
 
 
 @pytest.mark.parametrize(("world", "rows", "memory"), [(2, 8, 80e9), (4, 8, 16e9), (8, 16, 10e9), (8, 24, 80e9)])
@@ -35,7 +35,7 @@ def test_search_is_brute_force(world: int, rows: int, memory: float):
 
 
 def test_ties_go_to_the_simpler_layout():
-    found = planner("m6_100b", "a100_80g_x128").search()
+    found = planner("m6t_100b", "a100_80g_x128").search()
     best = found.best
     assert best.time.total <= found.plans[0].time.total * 1.01
     assert all(best.complexity <= plan.complexity for plan in found.plans if plan.time.total <= best.time.total)
@@ -52,7 +52,7 @@ def test_cost_of_planning_is_independent_of_depth():
 
 def on_the_device(name: str, cluster: str) -> Planner:
     """The planner of a configuration whose experts DeepSpeed updates, with Adam."""
-    document = load_config(CONFIGS / f"{name}.json").document
+    document = load_config(Path(name)).document
     del document["m6"]["offload"]
     return Planner(parse_config(document), load_cluster(Path(cluster)), forced={"offload_optimizer": False})
 
@@ -89,8 +89,8 @@ def test_the_work_of_a_512_gpu_search():
 
 def test_forced_layouts():
     with pytest.raises(UserError, match=r"every layout .* is refused .*stage 3 cannot hold experts"):
-        planner("m6_100b", "a100_80g_x128", forced={"zero_stage": 3, "ep_size": 128}).search()
-    forced = planner("m6_100b", "a100_80g_x128", forced={"zero_stage": 2, "micro_batch_size": 4}).search().best
+        planner("m6t_100b", "a100_80g_x128", forced={"zero_stage": 3, "ep_size": 128}).search()
+    forced = planner("m6t_100b", "a100_80g_x128", forced={"zero_stage": 2, "micro_batch_size": 4}).search().best
     assert (forced.layout.zero_stage, forced.layout.micro_batch_size) == (2, 4)
 
 

@@ -11,14 +11,13 @@ from m6.errors import UserError
 from m6.planning.loss import predicted_loss
 from m6.planning.recipes import Budget, PricedRecipe, budgets, lowest, recipes_report
 
-CONFIGS = Path(__file__).parents[3] / "configs"
 CHEAP = ("--set", "train_batch_size=128", "--force", "zero_stage=1", "--force", "tp_size=1", "--force", "pp_size=1")
 
 
 def recipe(name: str, **step_s: float) -> PricedRecipe:
     """A shipped configuration with seconds of a step by number of devices, as ``_8=0.5``."""
     reason = "" if step_s else "the experts do not fit"
-    return PricedRecipe(name, load_config(CONFIGS / f"{name}.json"), {int(n[1:]): s for n, s in step_s.items()}, reason)
+    return PricedRecipe(name, load_config(Path(name)), {int(n[1:]): s for n, s in step_s.items()}, reason)
 
 
 def test_a_budget_is_spent_where_it_gives_the_most_steps():
@@ -41,22 +40,22 @@ def test_the_verdict_names_the_lowest_and_all_whose_intervals_overlap():
     least, other = fast.after(budget), slow.after(budget)
     assert least is not None and other is not None  # noqa: PT018
     assert least.loss < other.loss
-    best = lowest([slow, fast, recipe("m6_base")], budget)
+    best = lowest([slow, fast, recipe("m6t_base")], budget)
     assert best is not None
     assert best[0] is fast
     assert best[1] == ([slow] if other.low <= least.high else [])
-    assert lowest([recipe("m6_base")], budget) is None
-    text = recipes_report([slow, fast, recipe("m6_base")], [budget])
+    assert lowest([recipe("m6t_base")], budget) is None
+    text = recipes_report([slow, fast, recipe("m6t_base")], [budget])
     assert f"- 0.01 GPU-days: **m6_cpu** ends lowest, {least};" in text
     assert "- m6_smoke ends lowest at none of these budgets." in text
-    assert "m6_base fits on no part of the cluster: the experts do not fit" in text
-    assert "| m6_base † |" in text  # AdamW and a cosine, of which the law has no runs
+    assert "m6t_base fits on no part of the cluster: the experts do not fit" in text
+    assert "| m6t_base † |" in text  # AdamW and a cosine, of which the law has no runs
     assert "| does not fit |  |" in text
 
 
 def test_several_configurations_are_compared_on_a_cluster(tmp_path: Path):
     png = tmp_path / "recipes.png"
-    names = [str(CONFIGS / f"{name}.json") for name in ("m6_cpu", "m6_base")]
+    names = ["m6_cpu", "m6t_base"]
     arguments = ["frontier", *names, "--cluster", "h100_x128", *CHEAP, "--days", "2", "--out", str(png)]
     text = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
     assert "| 0.062 GPU-days | 0.5 GPU-days | 4 GPU-days | 32 GPU-days | 256 GPU-days |" in text
@@ -66,8 +65,8 @@ def test_several_configurations_are_compared_on_a_cluster(tmp_path: Path):
 
 
 def test_mistakes():
-    names = [str(CONFIGS / f"{name}.json") for name in ("m6_cpu", "m6_base")]
-    with pytest.raises(UserError, match=r"m6_cpu, m6_base: several configurations .* add --days"):
+    names = ["m6_cpu", "m6t_base"]
+    with pytest.raises(UserError, match=r"m6_cpu, m6t_base: several configurations .* add --days"):
         CliRunner().invoke(app, ["frontier", *names, "--cluster", "h100_x128"], catch_exceptions=False)
     with pytest.raises(UserError, match="expected configurations with different names"):
         CliRunner().invoke(app, ["frontier", names[0], names[0], "--cluster", "h100_x128"], catch_exceptions=False)

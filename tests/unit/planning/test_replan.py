@@ -27,7 +27,7 @@ NODE = load_cluster(Path("a100_80g_x128"))
 
 
 def run(**elastic: Any) -> RunConfig:
-    """m6_base with 256 samples a step in micro-batches of 4: 64 micro-batches, and no pipelines to price."""
+    """m6t_base with 256 samples a step in micro-batches of 4: 64 micro-batches, and no pipelines to price."""
     document = small_base(256).document
     document["train_micro_batch_size_per_gpu"] = 4
     may_change = [name for name in CHANGEABLE if name != "pipeline"]

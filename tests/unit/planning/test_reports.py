@@ -9,7 +9,7 @@ from tests.fixtures.plans import planner
 
 
 def test_reports_say_why():
-    subject = planner("m6_100b", "a100_80g_x128")
+    subject = planner("m6t_100b", "a100_80g_x128")
     result = subject.search()
     text = plan_report(subject, result)
     for part in ("Why not otherwise", "stage 3", "Uncalibrated", "step time", " layouts: "):

@@ -8,7 +8,6 @@ from m6.config.run import load_config
 from m6.planning.shipped import PLANS, SHIPPED, shipped_plan
 from m6.shipped import CONFIGS
 from moe.expectation import expected_routing
-from tests.fixtures.pages import ROOT
 
 
 @pytest.mark.slow
@@ -29,7 +28,7 @@ def page(name: str) -> str:
 
 def test_480_gpus_of_32_gb_need_adafactor():
     """M6-T (arXiv 2105.15082): with Adam in 16 bits on the device an expert parameter takes 16 bytes."""
-    plan, why = page("m6_1t").split("## Why not with Adam")
+    plan, why = page("m6t_1t").split("## Why not with Adam")
     assert re.search(r"^\*\*world 480, ep 480, .*, stream experts,", plan, re.MULTILINE)
     experts = 2 * 24 * 2 * 1024 * 21248  # of a rank
     assert f"{16 * experts:,} bytes" in why
@@ -47,7 +46,9 @@ def booked(name: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-@pytest.mark.parametrize(("name", "days", "samples_per_s"), [("m6_100b", 1.5, 772), ("m6_1t", 3, 0), ("m6_10t", 10, 0)])
+@pytest.mark.parametrize(
+    ("name", "days", "samples_per_s"), [("m6t_100b", 1.5, 772), ("m6t_1t", 3, 0), ("m6_10t", 10, 0)]
+)
 def test_recipes_end_within_the_days_of_the_papers(name: str, days: float, samples_per_s: float):
     """Whale (ATC 2022), section 5.3.2; M6-T's 3 days by Alibaba's article of August 2021; M6-10T's abstract."""
     cells = booked(name)
@@ -63,19 +64,19 @@ def test_at_most_a_quarter_of_a_step_waits_for_the_exchange(name: str):
     assert max(shares) <= 25
 
 
-def test_the_readme_names_the_days_of_the_plans():
+def test_the_page_of_the_papers_names_the_days_of_the_plans():
     days, ranges = zip(*(booked(name)[4].rstrip(")").split(" (") for name in SHIPPED), strict=True)
     said = f"{days[0]}, {days[1]} and {days[2]} days (ranges {', '.join(ranges)})"
-    assert said in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert said in " ".join((CONFIGS / "papers" / "README.md").read_text(encoding="utf-8").split())
 
 
 def test_ten_trillion_say_how_many_tokens_have_no_expert():
-    moe = load_config(CONFIGS / "m6_10t.json").model.moe_config()
+    moe = load_config(CONFIGS / "papers" / "m6_10t.json").model.moe_config()
     shares = [expected_routing(moe, tokens).tokens_without_expert for tokens in (2048, 4096)]
     assert shares == pytest.approx([0.78, 0.87], abs=0.01)
     found = re.search(r"\*\*(\d+)% to (\d+)% of the tokens get no expert in a layer\*\*: of 2,048", page("m6_10t"))
     assert [int(share) for share in found.groups()] == [round(100 * share) for share in shares]
-    for name in ("m6_100b", "m6_1t"):
+    for name in ("m6t_100b", "m6t_1t"):
         assert "get no expert" not in page(name)
 
 

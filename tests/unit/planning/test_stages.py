@@ -24,13 +24,13 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def stages(name: str, cluster: str, world: int, switch_step: int = 20_000) -> list[Planner]:
-    config = load_config(CONFIGS / f"{name}.json", (f'm6.pseudo_to_real={{"switch_step": {switch_step}}}',))
+    config = load_config(Path(name), (f'm6.pseudo_to_real={{"switch_step": {switch_step}}}',))
     return training_stages(Planner(config, load_cluster(Path(cluster)).scaled(world)))
 
 
 def test_each_stage_has_its_own_layout_where_the_run_may_change_it():
     """Experts of the Pseudo stage fit a node, those of the Real one need both and the host."""
-    found = stages("m6_100b", "a100_80g_x128", 16)
+    found = stages("m6t_100b", "a100_80g_x128", 16)
     pseudo, real = (result.best.layout for result in search_stages(found))
     assert (pseudo.ep_size, real.ep_size) == (8, 16)
     assert (pseudo.offload_optimizer, real.offload_optimizer) == (False, True)
@@ -43,7 +43,7 @@ def test_each_stage_has_its_own_layout_where_the_run_may_change_it():
 @pytest.mark.parametrize("switch_step", [1000, 45_000])
 def test_what_the_run_keeps_is_chosen_for_all_steps_together(switch_step: int):
     """By itself each stage takes another micro-batch; the choice against every pair of layouts that a run may have."""
-    found = stages("m6_100b", "a100_80g_x128", 16, switch_step)
+    found = stages("m6t_100b", "a100_80g_x128", 16, switch_step)
     alone = [stage.search().best.layout.micro_batch_size for stage in found]
     assert alone[0] != alone[1]
     results = search_stages(found)
@@ -61,20 +61,20 @@ def test_what_the_run_keeps_is_chosen_for_all_steps_together(switch_step: int):
 
 
 def test_a_stage_that_fits_nowhere_has_no_plans():
-    pseudo, real = search_stages(stages("m6_1t", "v100_32g_x128", 16))
+    pseudo, real = search_stages(stages("m6t_1t", "v100_32g_x128", 16))
     assert pseudo.plans
     assert not real.plans
 
 
 def test_stages_that_only_fit_with_other_micro_batches():
-    pseudo, real = stages("m6_100b", "a100_80g_x128", 32)
+    pseudo, real = stages("m6t_100b", "a100_80g_x128", 32)
     apart = [pseudo.changed(forced={"micro_batch_size": 16}), real.changed(forced={"micro_batch_size": 8})]
     with pytest.raises(UserError, match="no layouts of both stages have the same micro_batch_size and stream_experts"):
         search_stages(apart)
 
 
 def test_two_jobs_of_one_run(tmp_path: Path):
-    found = stages("m6_100b", "a100_80g_x128", 16)
+    found = stages("m6t_100b", "a100_80g_x128", 16)
     plans = [result.best for result in search_stages(found)]
     jobs = job_files(found, plans, "run", 1440)
     assert [job.name for job in jobs] == ["run.pseudo", "run.real"]
@@ -151,7 +151,7 @@ def test_no_plan_is_slower_than_that_of_a_part_of_the_devices(seed: int):
 def test_slow_devices_are_left_out_where_they_would_slow_the_others_down():
     """With equal shares all 128 devices of this cluster take longer for a step than its 64 faster ones."""
     equal: dict[str, Any] = {"forced": {"shares": ()}}
-    mixed, fast = (planner("m6_100b", "a100_v100_mixed", world=world, **equal) for world in (None, 64))
+    mixed, fast = (planner("m6t_100b", "a100_v100_mixed", world=world, **equal) for world in (None, 64))
     plan, alone = plan_run(mixed), fast.search().best
     assert plan.results[0].best == alone
     slow = mixed.search().best

@@ -37,7 +37,7 @@ def model(config: RunConfig, cluster: Cluster, profile: Profile = PERFECT) -> Ti
 
 
 def test_compute_is_the_sum_over_every_layer():
-    config, cluster = load_config(CONFIGS / "m6_100b.json"), a100()
+    config, cluster = load_config(CONFIGS / "papers" / "m6t_100b.json"), a100()
     layout = layout_of(config, 128)
     time = model(config, cluster)
     device = cluster.nodes[0].device
@@ -58,7 +58,7 @@ def test_compute_is_the_sum_over_every_layer():
 
 def test_experts_without_a_common_kernel_are_launched_one_by_one():
     """On an H100 there is one in bf16. The two types have the same FLOP/s and bytes."""
-    config, cluster = load_config(CONFIGS / "m6_100b.json"), load_cluster(Path("h100_x128"))
+    config, cluster = load_config(CONFIGS / "papers" / "m6t_100b.json"), load_cluster(Path("h100_x128"))
     layout, profile = layout_of(config, 128), PERFECT.model_copy(update={"kernel_s": 1e-5})
     time = model(config, cluster, profile).compute
     (work,) = {work for work, _ in time.work(layout) if any(product.grouped for product in work.matmuls)}
@@ -70,7 +70,7 @@ def test_experts_without_a_common_kernel_are_launched_one_by_one():
 
 
 def test_measured_rates_hold_what_bounds_a_product():
-    config, cluster = load_config(CONFIGS / "m6_100b.json"), load_cluster(Path("h100_x128"))
+    config, cluster = load_config(CONFIGS / "papers" / "m6t_100b.json"), load_cluster(Path("h100_x128"))
     layout = layout_of(config, 128)
     (work,) = {
         work
@@ -86,7 +86,7 @@ def test_measured_rates_hold_what_bounds_a_product():
 
 
 def test_time_reacts_as_machines_do():
-    config, cluster = load_config(CONFIGS / "m6_100b.json"), a100()
+    config, cluster = load_config(CONFIGS / "papers" / "m6t_100b.json"), a100()
     time = model(config, cluster, Profile())
     base = ParallelLayout(128, 64, zero_stage=2, micro_batch_size=8, checkpointing=True)
     assert time(replace(base, checkpointing=False)).compute < time(base).compute
@@ -98,7 +98,7 @@ def test_time_reacts_as_machines_do():
 
 
 def test_streamed_experts_hide_behind_computation_until_they_cannot():
-    config = load_config(CONFIGS / "m6_10t.json")
+    config = load_config(CONFIGS / "papers" / "m6_10t.json")
     cluster = load_cluster(Path("v100_32g_x512"))
     layout = replace(layout_of(config, 512), stream_experts=True)
     time = model(config, cluster, Profile())
@@ -113,7 +113,7 @@ def test_streamed_experts_hide_behind_computation_until_they_cannot():
 
 
 def test_a_measurement_of_pytorchs_optimizer_says_nothing_about_the_stores():
-    config, cluster = load_config(CONFIGS / "m6_10t.json"), load_cluster(Path("v100_32g_x512"))
+    config, cluster = load_config(CONFIGS / "papers" / "m6_10t.json"), load_cluster(Path("v100_32g_x512"))
     measured = PERFECT.model_copy(update={"host_update_s_per_parameter": {"AdamW": 1.0, "Adafactor": 1.0}})
     sheet, calibrated = (model(config, cluster, profile) for profile in (PERFECT, measured))
     store = sheet.memory.expert_store(replace(layout_of(config, 512), stream_experts=True))
@@ -130,7 +130,7 @@ def test_more_ranks_than_cores_share_them():
 
 
 def test_factors_scale_their_parts():
-    config, cluster = load_config(CONFIGS / "m6_100b.json"), a100()
+    config, cluster = load_config(CONFIGS / "papers" / "m6t_100b.json"), a100()
     layout = layout_of(config, 128)
     base = model(config, cluster, Profile())(layout)
     scaled = model(config, cluster, Profile(factors={"exchange": 2.0, "experts": 3.0}))(layout)

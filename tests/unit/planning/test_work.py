@@ -20,11 +20,11 @@ SHARED = {"activation": "swiglu", "num_shared_experts": 2, "shared_expert_gate":
 
 
 @pytest.mark.parametrize(
-    ("name", "experts"), [("m6_base", {}), ("m6_100b", {}), ("m6_cpu", {}), ("m6_100b", SHARED)], ids=str
+    ("name", "experts"), [("m6t_base", {}), ("m6t_100b", {}), ("m6_cpu", {}), ("m6t_100b", SHARED)], ids=str
 )
 def test_flops_are_those_of_the_parameters(name: str, experts: dict[str, Any]):
     """Six for each parameter that multiplies a token, and attention, whose kernel computes all pairs."""
-    config = load_config(CONFIGS / f"{name}.json", ('m6.moe.capacity_rule="k"',))  # every choice is computed
+    config = load_config(Path(name), ('m6.moe.capacity_rule="k"',))  # every choice is computed
     config.model.moe = config.model.moe and {**config.model.moe, **experts}
     batch = replace(scale_batch(full_row(config), 8), pictures=0)
     work = work_of(config, fold(config.model), batch, ParallelLayout(1))
@@ -41,7 +41,7 @@ def test_flops_are_those_of_the_parameters(name: str, experts: dict[str, Any]):
 
 def test_fused_attention_moves_queries_keys_values_and_the_result():
     """Dropout of scores needs the kernel that also writes and reads the scores; the FLOPs are the same."""
-    config = load_config(CONFIGS / "m6_base.json")
+    config = load_config(CONFIGS / "papers" / "m6t_base.json")
     batch = scale_batch(full_row(config), 8)
     vectors = batch.rows * batch.sequence_length * config.model.hidden_size
     scores = batch.rows * config.model.num_attention_heads * batch.sequence_length**2

@@ -115,7 +115,7 @@ def test_a_job_does_not_begin_again_at_every_attempt(tmp_path: Path):
     ("given", "code", "said"),
     [
         ("own.json", 0, "own.json"),
-        ("m6_base", 0, f"{ROOT}/m6/configs/m6_base.json"),
+        ("m6t_base", 0, f"{ROOT}/m6/configs/papers/m6t_base.json"),
         ("image_captioning", 0, f"{ROOT}/m6/configs/finetune/image_captioning.json"),
         ("jobs/cpu_2x1", 2, "error: jobs/cpu_2x1: no such file, and no shipped configuration"),
         ("m6_bse", 2, "error: m6_bse: no such file, and no shipped configuration"),

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 SCRIPTS = {
     "smoke": ("cpu_2x1", ["train_micro_batch_size_per_gpu=8"]),
     "pretrain_100b": ("gpu_16x8", []),
-    "pretrain_1t": ("gpu_60x8", []),
+    "pretrain_1t": ("gpu_64x8", []),
     "pretrain_10t": ("gpu_64x8", []),
     "finetune_text_to_image": ("gpu_1x8", ["m6.moe.num_experts=32"]),  # of the run that it begins with
 }
@@ -40,7 +40,10 @@ def body(name: str) -> list[str]:
 def test_all_scripts_are_listed():
     found = {path.stem for path in (ROOT / "scripts" / "slurm").glob("*.sbatch")} - {"pretrain"}
     assert found == set(SCRIPTS)
-    assert {path.stem for path in (ROOT / "configs" / "jobs").glob("*.json")} == {name for name, _ in SCRIPTS.values()}
+    assert {path.stem for path in (ROOT / "configs" / "jobs").glob("*.json")} == {
+        *(name for name, _ in SCRIPTS.values()),
+        "gpu_60x8",  # of m6t_1t
+    }
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -55,12 +58,10 @@ def test_header_and_configuration(name: str):
     check_world_size(load_config(ROOT / config, tuple(overrides)), cluster.world_size)
 
 
-@pytest.mark.parametrize(
-    ("name", "machine"), [("100b", "a100_80g_x128"), ("1t", "v100_32g_x480"), ("10t", "v100_32g_x512")]
-)
+@pytest.mark.parametrize(("name", "machine"), [("100b", "h200_x128"), ("1t", "h200_x128"), ("10t", "v100_32g_x512")])
 def test_the_signal_comes_no_later_than_the_plan_asks(name: str, machine: str):
     job = load_job(ROOT / "configs" / "jobs" / f"{SCRIPTS[f'pretrain_{name}'][0]}.json")
-    planner = Planner(load_config(ROOT / "configs" / f"m6_{name}.json"), load_machine(Path(machine)))
+    planner = Planner(load_config(Path(f"m6_{name}")), load_machine(Path(machine)).resized(job.world_size))
     plan = planner.evaluate(layout_of(planner.config, job.world_size))
     assert isinstance(plan, PricedLayout)
     assert job.signal_lead_s >= signal_lead_s(planner, plan)
