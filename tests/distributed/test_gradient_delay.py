@@ -98,7 +98,7 @@ def recurrence(config: RunConfig, world_size: int, dtype: torch.dtype) -> dict[s
     config = replace(config, m6=config.m6.model_copy(update={"offload": None, "training": training}))
     model, _ = build_model(config, torch.device("cpu"))
     model.to(dtype).train()
-    now, optimizer = model, build_optimizer(model, config.deepspeed, 1)
+    now, optimizer = model, build_optimizer(model, config.deepspeed)
     experts = {name: each for name, each in now.named_parameters() if ".experts." in name}
     of_experts = torch.optim.SGD(experts.values(), momentum=0.9)
     before = copy.deepcopy(now)  # W(t-1) of step t; in step 0 it is W(0), too

@@ -99,7 +99,7 @@ def build_engine(
     if sharing is not None and config.m6.pseudo_to_real is not None and config.m6.pseudo_to_real.gradient == "mean":
         divide_gradients(model)
     fused = config.m6.training.deterministic is None or runtime.device.type != "cpu"
-    optimizer = build_optimizer(model, config.deepspeed, config.m6.training.ep_size, fused)
+    optimizer = build_optimizer(model, config.deepspeed, fused)
     own_share = config.batch_split(runtime.world_size).shares(config.deepspeed.train_batch_size)[dims.dp_rank]
     deepspeed_config = config.deepspeed.engine_config(own_share, dims.dp)
     if config.m6.communication.compresses:

@@ -17,9 +17,7 @@ from m6.training.engine.partitions import is_expert
 from m6.training.engine.tensor_norms import layouts_of
 
 
-def build_optimizer(
-    model: nn.Module, settings: DeepSpeedSettings, ep_size: int, fused: bool = True
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, fused: bool = True) -> torch.optim.Optimizer:
     """Builds AdamW, Adafactor, Muon, LAMB or LARS, with weight decay only on matrices.
 
     A group's ``lr_ratio`` multiplies the run's learning rate.
@@ -46,7 +44,7 @@ def build_optimizer(
         if params["adamw_lr"] is not None:
             for group in groups[1:]:
                 group["lr_ratio"] = params["adamw_lr"] / params["lr"]
-    if ep_size > 1 or any(map(is_expert, model.parameters())):
+    if any(map(is_expert, model.parameters())):
         # ZeRO partitions experts over the ranks with the same experts, so they need separate groups.
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 

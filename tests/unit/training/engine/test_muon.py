@@ -79,10 +79,10 @@ def test_a_saved_state_goes_on_to_the_bit(folder: Path):
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
 
-    whole = build_optimizer(finished, config.deepspeed, ep_size=1)
+    whole = build_optimizer(finished, config.deepspeed)
     for seed in range(2):
         update(finished, whole, seed)
-    before, after = (build_optimizer(model, config.deepspeed, ep_size=1) for model in (first, second))
+    before, after = (build_optimizer(model, config.deepspeed) for model in (first, second))
     update(first, before, 0)
     second.load_state_dict(first.state_dict())
     after.load_state_dict(before.state_dict())
@@ -94,7 +94,7 @@ def test_a_saved_state_goes_on_to_the_bit(folder: Path):
 def test_each_matrix_takes_the_update_of_pytorchs_muon(folder: Path):
     """PyTorch's holds every expert's matrix, and each of queries, keys and values, as a parameter of its own."""
     model, _ = build_model(config_of(folder, m6__moe=SWIGLU), torch.device("cpu"))
-    ours = build_optimizer(model, config_of(folder, m6__moe=SWIGLU).deepspeed, ep_size=1)
+    ours = build_optimizer(model, config_of(folder, m6__moe=SWIGLU).deepspeed)
     found = {value: shape for value, shape in matrices_of_blocks(model, model.config).items()}
     split = {value: [torch.nn.Parameter(part) for part in split_of(value.detach(), found[value])] for value in found}
     theirs = torch.optim.Muon(
@@ -128,9 +128,9 @@ def split_of(value: torch.Tensor, shape: tuple[int, int, int]) -> list[torch.Ten
 def test_all_else_is_updated_by_adamw(folder: Path):
     config = config_of(folder)
     model, _ = build_model(config, torch.device("cpu"))
-    optimizer = build_optimizer(model, config.deepspeed, ep_size=1)
+    optimizer = build_optimizer(model, config.deepspeed)
     reference = copy.deepcopy(model)
-    groups = build_optimizer(reference, config.deepspeed, ep_size=1).param_groups[1:]
+    groups = build_optimizer(reference, config.deepspeed).param_groups[1:]
     adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9))
     for seed in range(2):
         for each in (model, reference):
@@ -160,7 +160,7 @@ def test_in_autocast_the_products_are_in_16_bits(folder: Path):
     for autocast in ({"enabled": False, "dtype": "bfloat16"}, {"enabled": True, "dtype": "bfloat16"}):
         config = config_of(folder, torch_autocast=autocast)
         model, _ = build_model(config, torch.device("cpu"))
-        optimizer = build_optimizer(model, config.deepspeed, ep_size=1)
+        optimizer = build_optimizer(model, config.deepspeed)
         torch.manual_seed(0)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)

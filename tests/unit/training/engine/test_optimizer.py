@@ -25,7 +25,7 @@ def config_of(folder: Path, **changes: object) -> RunConfig:
 
 def model_and_optimizer(config: RunConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
     model, _ = build_model(config, torch.device("cpu"))
-    return model, build_optimizer(model, config.deepspeed, ep_size=1)
+    return model, build_optimizer(model, config.deepspeed)
 
 
 def set_gradients(model: nn.Module) -> None:
