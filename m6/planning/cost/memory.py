@@ -117,7 +117,8 @@ class MemoryModel:
         profile: calibrated overheads.
         batch: the shape of a micro-batch of any size; None: :func:`full_row`.
         sharing: what the layers share in the Pseudo phase; None: nothing.
-        on_touch: memory counts at its first write, as on a CPU, and not at its allocation.
+        on_cpu: the device is a CPU. Memory counts at its first write, and not at its allocation; with
+            ``"deterministic": "any_world"`` AdamW is not fused.
         device_bytes: of a device; experts of ``m6.offload`` may fill the free part. None: all of them are streamed.
     """
 
@@ -127,11 +128,13 @@ class MemoryModel:
         profile: Profile,
         batch: BatchShape | None = None,
         sharing: Sharing | None = None,
-        on_touch: bool = False,
+        on_cpu: bool = False,
         device_bytes: int | None = None,
     ) -> None:
-        self.config, self.profile, self.sharing, self.on_touch = config, profile, sharing, on_touch
+        self.config, self.profile, self.sharing, self.on_cpu = config, profile, sharing, on_cpu
         self.device_bytes = device_bytes
+        # See build_engine: there the bits would depend on the borders of partitions.
+        self._is_unfused = on_cpu and config.m6.training.deterministic is not None
         self.row = batch or full_row(config)
         self.model: FoldedModel = fold(config.model, sharing)
         self.precision = Precision.of(config)
@@ -311,7 +314,7 @@ class MemoryModel:
             buckets=copies,
             update=2 * counts.largest_update * FP32
             if optimizer_type == "Adafactor"
-            else self._muon_temporaries(counts),
+            else max(self._muon_temporaries(counts), self._unfused_bytes(counts.largest, counts.largest)),
         )
 
     def _stages_1_and_2(self, layout: ParallelLayout, counts: ParameterCounts) -> MemoryFootprint:
@@ -335,7 +338,11 @@ class MemoryModel:
             + self._late_bytes(owned),
             buckets=bucket,
             # DeepSpeed copies the gradients of a parameter group into one tensor, and 16-bit ones from there to fp32.
-            update=max(partitions) * (width + FP32 if width < FP32 else width) + self._muon_temporaries(counts),
+            update=max(
+                part * (width + FP32 if width < FP32 else width) + (0 if group.by_muon else self._unfused_bytes(part))
+                for part, group in zip(partitions, groups, strict=True)
+            )
+            + self._muon_temporaries(counts),
         )
 
     def _with_own_sums(
@@ -348,9 +355,9 @@ class MemoryModel:
             kept, most = self._any_world_sums(layout)
             held, bucket = width + FP32 * kept, min(counts.local, max(BUCKET_ELEMENTS, counts.largest))
             exchange = _BUCKET_COPIES * FP32 * bucket if layout.dp_size > 1 else 0
-            # At the update one sum of all gradients is left.
-            update = max(states.update + max(0, FP32 - held) * counts.local, (FP32 * most - held) * counts.local)
-            return replace(states, partial_sums=FP32 * kept * counts.local, update=update + exchange)
+            # At the optimizer's step one sum of all gradients is left.
+            update = max(states.update + (FP32 - held) * counts.local, (FP32 * most - held) * counts.local + exchange)
+            return replace(states, partial_sums=FP32 * kept * counts.local, update=update)
         if not settings.compresses:
             return states
         residuals, ranks = self._residual_bytes(layout, part), layout.dp_size
@@ -410,6 +417,12 @@ class MemoryModel:
             return 0
         return max((part.temporaries(self.precision.compute) for part in counts.muon), default=0)
 
+    def _unfused_bytes(self, numel: int, before: int = 0) -> int:
+        """Bytes made by an unfused AdamW for a tensor of ``numel`` elements: the root of its second moments, the root
+        divided, and the divided root of the tensor ``before`` in the same group."""
+        by_adamw = self.config.deepspeed.optimizer_type in ("AdamW", "Muon")
+        return FP32 * (2 * numel + before) if self._is_unfused and by_adamw else 0
+
     def _bucket(self, local: int) -> int:
         """Bytes of the reduction buffer of stages 1 to 3 for the gradients of ``local`` parameters."""
         section = self.config.deepspeed.keys.get("zero_optimization", {})
@@ -417,7 +430,7 @@ class MemoryModel:
             return 0
         numel = int(section.get("reduce_bucket_size", BUCKET_NUMEL))
         copies = 2 if section.get("overlap_comm") else 1
-        if self.on_touch:
+        if self.on_cpu:
             # Gradients touch no more of a bucket than their own size.
             return (min(numel, local) * copies + _KEPT_COPIES * local) * self.precision.weights
         return numel * self.precision.weights * copies
