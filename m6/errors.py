@@ -29,10 +29,16 @@ class StorageError(RetryableError):
     """
 
 
+def closest(name: str, valid: Iterable[str]) -> str | None:
+    """The valid name that an unknown one is a misspelling of; upper and lower case count as equal."""
+    folded = {each.casefold(): each for each in sorted(valid)}
+    close = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return folded[close[0]] if close else None
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Returns a hint for an unknown name: ``; did you mean "num_layers"?``, or the list of valid names."""
     valid = sorted(valid)
-    close = difflib.get_close_matches(name, valid, n=1)
-    if close:
-        return f'; did you mean "{close[0]}"?'
+    if (close := closest(name, valid)) is not None:
+        return f'; did you mean "{close}"?'
     return f"; valid: {', '.join(valid)}"

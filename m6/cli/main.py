@@ -101,12 +101,17 @@ def _train(
     # Before the slow imports below, to catch signals during them.
     stop_flag = StopFlag()
     answer_sigquit()
-    from m6.config.checks import check_has_model, check_world_size
+    from m6.config.checks import check_has_model, check_processes, check_world_size
     from m6.config.run import load_config
     from m6.data.manifest import Manifest
     from m6.planning.machine.profile import load_profile
     from m6.runs.directory import RunDirectory
-    from m6.runs.environment import is_main_of_environment, ranks_per_node, world_size_of_environment
+    from m6.runs.environment import (
+        cores_per_rank,
+        is_main_of_environment,
+        ranks_per_node,
+        world_size_of_environment,
+    )
 
     # All checks come before the first write, and checks without torch come before its import.
     folder = RunDirectory(run or Path("runs") / config.stem)
@@ -120,6 +125,7 @@ def _train(
         settings = load_finetuning_config(config, init, tuple(overrides or ()), from_scratch=from_scratch)
     world_size = world_size_of_environment()
     check_world_size(settings, world_size)
+    check_processes(settings, cores_per_rank())
     folder.check(settings)
     Manifest.load(settings.m6.data.path)
     calibration = None if profile is None else load_profile(profile)
@@ -160,8 +166,10 @@ def train_image_tokenizer(
     """Trains a VQ autoencoder that encodes pictures, and measures it on held-out pictures."""
     stop_flag = StopFlag()
     from m6.config.image_tokenizer import load_settings
+    from m6.data.workers import check_number, usable_cores
 
     settings = load_settings(config, tuple(overrides or ()))
+    check_number("data.num_workers", settings.data.num_workers, usable_cores())
     from m6.runs.processes import default_device, keep_freed_memory
     from m6.training.tokenizers.image import train_image_tokenizer as train
 

@@ -11,6 +11,7 @@ from m6.architecture.settings import ModelSettings
 from m6.config.pipeline import PipelineSettings
 from m6.config.run import RunConfig
 from m6.config.tensor import TensorSettings
+from m6.data.workers import check_number
 from m6.errors import UserError
 from moe.exchange_steps import exchange_steps
 
@@ -60,6 +61,13 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
             exchange_steps(config.model.moe_config(), ep_size)
         except ValueError as error:
             raise UserError(f"m6.moe and m6.training.ep_size: {error}") from None
+
+
+def check_processes(config: RunConfig, cores: int) -> None:
+    """Raises UserError if the run asks for more processes or threads than a rank has cores for."""
+    check_number("m6.data.num_workers", config.m6.data.num_workers, cores)
+    if config.m6.offload is not None:
+        check_number("m6.offload.num_threads", config.m6.offload.num_threads, cores)
 
 
 def _check_tensor(tensor: TensorSettings, pipeline_size: int, world_size: int) -> None:

@@ -32,7 +32,7 @@ from m6.config.section_checks import (
 from m6.config.sections import M6Settings
 from m6.config.shares import BatchSplit, exchange_neighbours
 from m6.config.tensor import TensorSettings, check_tensor
-from m6.errors import UserError
+from m6.errors import UserError, closest
 from m6.shipped import shipped_file
 from m6.validation import check_keys, read_document, validate
 
@@ -208,6 +208,7 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
     if document.get("model_type") == MODEL_TYPE:
         raise UserError("belongs to an exported model; expected the JSON or the folder of a run")
     if "m6" not in document:
+        check_keys((key for key in document if closest(key, {"m6"}) is not None), {"m6"}, "")
         raise UserError('the section "m6" is missing: it holds the model, the data and the schedule')
     deepspeed = split_deepspeed({key: value for key, value in document.items() if key != "m6"})
     settings = validate(M6Settings, document["m6"], "m6")

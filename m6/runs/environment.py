@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from m6.config.run import RunConfig
+from m6.data.workers import usable_cores
 
 # The variables of torchrun and deepspeed, and the variables of srun with the same meaning.
 _RANK_VARIABLES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
@@ -104,3 +105,8 @@ def _reason(config: RunConfig, nodes: Sequence[str]) -> str:
 
 def _groups_on_several_nodes(nodes: Sequence[object], ep_size: int) -> int:
     return sum(len(set(nodes[first : first + ep_size])) > 1 for first in range(0, len(nodes), ep_size))
+
+
+def cores_per_rank() -> int:
+    """The cores of this process. Ranks without bound cores share the cores of their node."""
+    return min(usable_cores(), max(1, (os.cpu_count() or 1) // ranks_per_node(world_size_of_environment())))

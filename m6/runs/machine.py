@@ -11,11 +11,10 @@ import torch
 
 from m6.config.deepspeed import DeepSpeedSettings, prepare_deepspeed
 from m6.config.run import RunConfig
-from m6.data.workers import check_number, usable_cores
 from m6.errors import UserError
 from m6.model.patch_encoders import check_patch_encoder
 from m6.runs.cards import lacking_kernels
-from m6.runs.environment import is_main_of_environment, ranks_per_node, world_size_of_environment
+from m6.runs.environment import is_main_of_environment
 from m6.runs.processes import own_device
 from m6.runs.trackers import check_trackers
 
@@ -24,7 +23,7 @@ _NOT_IMPLEMENTED = "deepspeed_not_implemented"  # DeepSpeed 0.19.8 has this oper
 
 
 def check_machine(config: RunConfig) -> None:
-    """Checks precision, cores, operators of DeepSpeed, folders, packages and credentials.
+    """Checks precision, operators of DeepSpeed, folders, packages and credentials.
 
     Raises:
         UserError: one of them is missing here; the message names the key that asks for it.
@@ -34,9 +33,6 @@ def check_machine(config: RunConfig) -> None:
     _check_operators(config.deepspeed)
     for name in config.deepspeed.keys.get("torch_autocast", {}).get("lower_precision_safe_modules", []):
         _check_module(name)
-    num_ranks = ranks_per_node(world_size_of_environment())
-    # Ranks without bound cores share the cores of the node.
-    check_processes(config, min(usable_cores(), max(1, (os.cpu_count() or 1) // num_ranks)))
     check_trackers(config.m6.logging, with_credentials=is_main_of_environment())
     check_patch_encoder(config.model.patch_encoder)
     if config.m6.lora is not None and importlib.util.find_spec("peft") is None:
@@ -49,13 +45,6 @@ def _check_kernels() -> None:
         problem = lacking_kernels(torch.cuda.get_device_capability(card), torch.cuda.get_arch_list())
         if problem:
             raise UserError(f"{torch.cuda.get_device_name(card)}, {problem}")
-
-
-def check_processes(config: RunConfig, cores: int) -> None:
-    """Raises UserError if the run asks for more processes or threads than a rank has cores for."""
-    check_number("m6.data.num_workers", config.m6.data.num_workers, cores)
-    if config.m6.offload is not None:
-        check_number("m6.offload.num_threads", config.m6.offload.num_threads, cores)
 
 
 def _check_operators(settings: DeepSpeedSettings) -> None:

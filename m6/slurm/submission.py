@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from m6.config.checks import check_has_model, check_world_size
+from m6.config.checks import check_has_model, check_processes, check_world_size
 from m6.config.run import RunConfig, load_config
 from m6.errors import UserError
 from m6.files import write_text
@@ -97,6 +97,7 @@ def plan_submission(
         raise UserError(
             f"{job_path}: nodes is {job.nodes}, but m6.elastic goes from {elastic.min_nodes} to {elastic.max_nodes}"
         )
+    check_processes(config, job.cpus_per_rank)
     run = Path(os.path.abspath(run))  # the job scripts use the same form: without "..", symbolic links are kept
     _check_run(config, run, job, restart)
     if chain > 1 and array:
@@ -162,10 +163,8 @@ def _check_run(config: RunConfig, run: Path, job: JobDescription, restart: bool)
     from m6.checkpoints.discovery import complete_checkpoints
     from m6.checkpoints.start import check_start
     from m6.runs.data import data_warnings, open_data
-    from m6.runs.machine import check_processes
     from m6.runs.trackers import check_trackers
 
-    check_processes(config, job.cpus_per_rank)
     try:
         check_trackers(config.m6.logging, with_credentials=True)
     except UserError as error:

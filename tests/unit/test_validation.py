@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from m6.config.run import parse_config
-from m6.errors import UserError
+from m6.errors import UserError, closest
 from m6.validation import check_keys, parse_json, read_document
 
 KEYS = {f"key_{number}": 1 for number in range(20_000)}
@@ -46,6 +46,24 @@ def test_one_unknown_key_and_a_long_one():
     with pytest.raises(UserError) as caught:
         check_keys({"x" * 10_000: 1}, {"layers"}, "a")
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("name", ["M6", "m_6", "m6_", "m 6", "mm6"])
+def test_the_section_under_another_name(name: str):
+    """Alone, and where ``--set`` made it next to the right one."""
+    keys = {"train_batch_size": 8, name: {"training": {"total_steps": 4}}}
+    for document in (keys, {**keys, "m6": {}}):
+        with pytest.raises(UserError) as caught:
+            parse_config(document)
+        assert str(caught.value) == f'{name}: unknown key; did you mean "m6"?'
+    with pytest.raises(UserError, match='the section "m6" is missing'):
+        parse_config({"train_batch_size": 8, "model": {}})
+
+
+def test_a_misspelling_in_other_letters():
+    assert closest("ADAMW", ("AdamW", "Adafactor")) == "AdamW"
+    assert closest("Num_Layer", ("num_layers", "num_heads")) == "num_layers"
+    assert closest("optimizer", ("M6", "m6")) is None
 
 
 @pytest.mark.timeout(30)

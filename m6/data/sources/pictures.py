@@ -14,6 +14,7 @@ import os
 import re
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -159,7 +160,7 @@ _REFERENCES = re.compile(rb"href|url|&|\\|style[\s>]")
 _TIFF = (b"II", b"MM")
 _JPEG = b"\xff\xd8"
 _SCAN = re.compile(rb"\xff\xda")  # start of a scan of a JPEG; each scan may visit all pixels
-# Magic bytes of unsupported formats, to tell them from damaged images.
+# Magic bytes of unsupported formats, to tell them from damaged images. Pillow knows those of others.
 _OTHERS = (
     (0, b"\x1f\x8b", "gzip"),
     (0, b"\x00\x00\x00\x0cjP  \r\n\x87\n", "JPEG 2000"),
@@ -168,12 +169,9 @@ _OTHERS = (
     (0, b"\xff\n", "JPEG XL"),
     (4, b"ftypavif", "AVIF"),
     (4, b"ftyp", "HEIF"),
-    (0, b"\x00\x00\x01\x00", "ICO"),
-    (0, b"8BPS", "PSD"),
     (0, b"%PDF", "PDF"),
     (0, b"%!PS", "PostScript"),
     (0, b"v/1\x01", "OpenEXR"),
-    (0, b"qoif", "QOI"),
     *((0, b"P%d\n" % number, "PNM") for number in range(1, 8)),
 )
 # Pillow's messages for valid files of unsupported kinds.
@@ -312,10 +310,10 @@ def _decode_bitmap(data: bytes, image_size: int) -> Decoded:
 
 def _why_not_read(data: bytes, error: Exception) -> str:
     """Why a bitmap cannot be opened: damaged, or of an unsupported kind."""
-    for place, beginning, name in _OTHERS:
-        if data.startswith(beginning, place):
-            return f"a format that is not read ({name})"
-    if isinstance(error, UnidentifiedImageError):  # opens it again, to get the reason
+    is_unidentified = isinstance(error, UnidentifiedImageError)
+    if (name := _other_format(data, is_unidentified)) is not None:
+        return f"a format that is not read ({name})"
+    if is_unidentified:  # opens it again, to get the reason
         for name in FORMATS:
             open_as, accepts = Image.OPEN[name]
             if accepts is None or accepts(data[:16]) is True:
@@ -326,6 +324,23 @@ def _why_not_read(data: bytes, error: Exception) -> str:
     if "too large" in str(error) or "Too much memory" in str(error):  # text and profile chunks of PNG
         return "image with more than 1 MiB of metadata"
     return "an image of a kind that is not read" if _NOT_READ.search(str(error)) else "corrupt image"
+
+
+def _other_format(data: bytes, is_unidentified: bool) -> str | None:
+    """The name of an unsupported format by its first bytes; those that Pillow knows count if it identified no other."""
+    names = (name for place, beginning, name in _OTHERS if data.startswith(beginning, place))
+    if (name := next(names, None)) is not None or not is_unidentified:
+        return name
+    Image.init()
+    with suppress(Exception):  # the only common format without magic bytes: its header is checked as a whole
+        Image.OPEN["TGA"][0](io.BytesIO(data), "")
+        return "TGA"
+    for name in sorted(Image.OPEN.keys() - set(FORMATS)):
+        accepts = Image.OPEN[name][1]
+        with suppress(IndexError, struct.error):  # of too few bytes
+            if accepts is not None and accepts(data[:16]):
+                return name
+    return None
 
 
 def _decode(data: bytes, image_size: int) -> Decoded:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from m6.config.image_tokenizer import ImageTokenizerOptimizer, ImageTokenizerTraining
 from m6.data.manifest import Manifest
 from m6.data.pictures import BadPictures, PictureSet, TrainingBatches, to_unit_range
-from m6.data.workers import check_number, prepared, usable_cores
+from m6.data.workers import prepared
 from m6.errors import UserError
 from m6.evaluation.reconstruction import Measures, measure
 from m6.files import cut_lines_after, parse_object, write_json, write_text
@@ -146,7 +146,6 @@ def train_image_tokenizer(
             package is missing; or the images cannot be used.
     """
     _check_out(settings, out)
-    check_number("data.num_workers", settings.data.num_workers, usable_cores())
     if settings.loss.perceptual:
         check_patch_encoder("efficientnet_lite0")
     manifest = Manifest.load(settings.data.path)

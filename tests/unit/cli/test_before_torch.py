@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from m6.config.sections import M6Settings
+from m6.data.workers import usable_cores
 from m6.shipped import shipped_file
 from tests.fixtures.tiny_run import write_tiny_config
 
@@ -169,6 +170,8 @@ def test_a_wrong_value(tmp_path: Path, override: str, message: str):
     assert found == (2, "", f"error: {file}: {message}\n")
 
 
+CORES = usable_cores()
+MOST_WORKERS = f"{max(16, 4 * CORES)} on {CORES} core{'' if CORES == 1 else 's'}"
 NOT_HERE = {
     "the JSON": (["pretrain", "no.json"], "no.json: no such file"),
     "the data folder": (
@@ -182,6 +185,14 @@ NOT_HERE = {
     "ranks": (
         ["pretrain", SMOKE, "--set", "m6.training.ep_size=2"],
         "m6.training.ep_size 2 does not divide the world size 1; use a divisor of it",
+    ),
+    "cores": (
+        ["pretrain", SMOKE, "--set", "m6.data.num_workers=100000"],
+        f"m6.data.num_workers is 100,000; expected at most {MOST_WORKERS}",
+    ),
+    "cores of an image tokenizer": (
+        ["train-image-tokenizer", "pictures_64", "--out", "out", "--set", "data.num_workers=100000"],
+        f"data.num_workers is 100,000; expected at most {MOST_WORKERS}",
     ),
     "a layout of an image tokenizer": (
         ["train-image-tokenizer", "no.json", "--out", "out"],

@@ -95,12 +95,27 @@ def test_colours_of_all_other_modes_are_read(mode, colour, kind, rgb):
     assert np.abs(np.subtract(image.getpixel((9, 9)), rgb)).max() <= 2  # JPEG is lossy
 
 
-@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000", "ICO", "PPM"])
+@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000", "ICO", "PPM", "TGA", "PCX", "SGI", "DDS", "ICNS", "EPS"])
 def test_a_picture_of_another_format_is_not_called_corrupt(kind):
-    if kind not in Image.SAVE and Image.init() and kind not in Image.SAVE:
+    Image.init()
+    if kind not in Image.SAVE:
         pytest.skip(f"Pillow here writes no {kind}")
-    with pytest.raises(BadPicture, match="a format that is not read"):
+    shown = {"JPEG2000": "JPEG 2000", "PPM": "PNM", "EPS": "PostScript"}.get(kind, kind)
+    with pytest.raises(BadPicture, match=rf"^a format that is not read \({shown}\)$"):
         encode(file_of(Image.new("RGB", (64, 64)), kind), 64)
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "tga_rle"}], ids=["plain", "run lengths"])
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGB", "RGBA"])
+def test_tga_has_no_magic_bytes_and_is_named(mode, options):
+    with pytest.raises(BadPicture, match=r"a format that is not read \(TGA\)"):
+        encode(file_of(Image.new(mode, (20, 30)), "TGA", **options), 64)
+
+
+@pytest.mark.parametrize("data", [b"", b"\0", bytes(18), bytes(1000), b"hello", b"\n", b"\x89PNG\r\n", b"GIF89a"])
+def test_bytes_of_no_format_are_corrupt(data):
+    with pytest.raises(BadPicture, match=r"^corrupt image$"):
+        encode(data, 64)
 
 
 def test_a_kind_of_tiff_that_is_not_read_is_not_called_corrupt():

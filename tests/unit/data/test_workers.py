@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from m6.config.checks import check_processes
 from m6.config.run import load_config
 from m6.data.pretraining import PretrainingData
 from m6.data.workers import check_number, prepared
 from m6.errors import RetryableError, StorageError, UserError
-from m6.runs.machine import check_processes
 from tests.fixtures.command import user_error
 from tests.fixtures.tiny_run import tiny_document
 
