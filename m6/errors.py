@@ -29,6 +29,15 @@ class StorageError(RetryableError):
     """
 
 
+DAMAGED = (OSError, ValueError, RuntimeError, TypeError, AttributeError, LookupError, ArithmeticError)
+"""The exceptions of libraries for a damaged file: transformers checks few of the types in a model's JSON."""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a library's message, or the name of its exception if it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def closest(name: str, valid: Iterable[str]) -> str | None:
     """The valid name that an unknown one is a misspelling of; upper and lower case count as equal."""
     folded = {each.casefold(): each for each in sorted(valid)}

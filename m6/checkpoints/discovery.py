@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from m6.checkpoints.format import MANIFEST, CheckpointReader, no_sign, step_of
 from m6.errors import StorageError, UserError
-from m6.files import reading
+from m6.files import read_note, reading
+from m6.runs.directory import LAST_CHECKPOINT
 from m6.runs.processes import on_main_rank
 
 # NFS may show a folder as it was a minute ago.
@@ -28,6 +29,17 @@ def complete_checkpoints(root: Path) -> list[Path]:
         return []
     steps = {path: step_of(path) for path in root.iterdir() if (path / MANIFEST).is_file()}
     return [path for step, path in sorted((step, path) for path, step in steps.items() if step is not None)]
+
+
+def lost_newest(root: Path, step: int) -> str | None:
+    """Says that a run in ``root`` once completed a later checkpoint than that of ``step``; None if it did not.
+
+    Without its manifest, a checkpoint looks like one that a killed attempt began.
+    """
+    file = root.parent / LAST_CHECKPOINT
+    if not file.exists() or (step_of(Path(name := read_note(file))) or 0) <= step:
+        return None
+    return f"{root.parent} was saved as {name}, but {root} holds no such checkpoint; it goes on from step {step}"
 
 
 def remove_checkpoint(folder: Path) -> None:

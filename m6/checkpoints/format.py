@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from m6.checkpoints.fragment import WEIGHT, Fragment
+from m6.checkpoints.state import TrainingState
 from m6.errors import UserError
 from m6.files import atomic_path, parse_object, reading, sha256, write_json
 
@@ -35,6 +37,7 @@ _FOLDER = re.compile(r"step_([0-9]{8,18})")
 MANIFEST = "manifest.json"
 SHARD_BYTES = 4 << 30
 _MAX_NAMES = 3
+_TYPES = ("F32", "F64", "F16", "BF16", "I64")  # as safetensors names them; buffers that count are integers
 
 
 def step_folder(step: int) -> str:
@@ -64,6 +67,15 @@ class Range:
     file: str
     shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> Range:
+        """The range of an entry of a manifest; TypeError if a value is of another type."""
+        stored = cls(**{**entry, "shape": tuple(entry["shape"])})
+        numbers, texts = (stored.offset, stored.numel, *stored.shape), (stored.name, stored.kind, stored.file)
+        if not all(type(number) is int and number >= 0 for number in numbers) or not all(map(_is_text, texts)):
+            raise TypeError(f"a range is {entry!r:.200}")
+        return stored
+
     @property
     def key(self) -> str:
         """The name of the range in its safetensors file."""
@@ -73,6 +85,10 @@ class Range:
     def end(self) -> int:
         """The first element behind the range."""
         return self.offset + self.numel
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def no_sign() -> None:
@@ -130,11 +146,11 @@ def write_manifest(folder: Path, world_size: int, state: dict[str, Any]) -> None
             incomplete, and the one before remains the newest.
     """
     records = [json.loads((folder / f"rank_{rank:05d}.json").read_text()) for rank in range(world_size)]
-    ranges = [stored for record in records for stored in record["ranges"]]
+    ranges = [entry for record in records for entry in record["ranges"]]
     nonfinite = sorted({name for record in records for name in record["nonfinite"]})
     if nonfinite:
         raise UserError(f"{folder}: not completed, since weights are not finite: {', '.join(nonfinite[:_MAX_NAMES])}")
-    _check_coverage(ranges, folder)
+    _check_coverage(map(Range.of, ranges), folder)
     manifest = {
         "format": FORMAT,
         "state": state,
@@ -156,24 +172,21 @@ def _check_step(folder: Path, state: dict[str, Any]) -> None:
         raise UserError(f"{folder}: holds the checkpoint of step {state['step']}, not that of its name")
 
 
-def _check_coverage(ranges: list[dict[str, Any]], folder: Path) -> None:
+def _check_coverage(ranges: Iterable[Range], folder: Path) -> None:
     """Raises UserError if the ranges leave a gap in a tensor: such a checkpoint could not be loaded."""
-    tensors: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    sizes: dict[tuple[str, str], int] = {}
+    tensors: dict[tuple[str, str], list[Range]] = {}
     for stored in ranges:
-        key = (stored["name"], stored["kind"])
-        tensors.setdefault(key, []).append((stored["offset"], stored["offset"] + stored["numel"]))
-        sizes[key] = torch.Size(stored["shape"]).numel()
-    for key, spans in tensors.items():
-        covered = 0  # ranges of replicas may overlap, but there must be no gap
-        for begin, end in sorted(spans):
-            if begin > covered:
+        tensors.setdefault((stored.name, stored.kind), []).append(stored)
+    for (name, kind), parts in tensors.items():
+        covered, size = 0, math.prod(parts[0].shape)  # ranges of replicas may overlap, but there must be no gap
+        for stored in sorted(parts, key=lambda stored: stored.offset):
+            if stored.offset > covered:
                 break
-            covered = max(covered, end)
-        if covered != sizes[key]:
-            raise UserError(
-                f"{folder}: {key[1]} of {key[0]} has {covered} of {sizes[key]} elements; a rank's part is missing"
-            )
+            covered = max(covered, stored.end)
+        if covered != size:
+            raise UserError(f"{folder}: {kind} of {name} has {covered} of {size} elements; a rank's part is missing")
+        if any(stored.shape != parts[0].shape for stored in parts):
+            raise UserError(f"{folder}: ranges of {kind} of {name} state several shapes")
 
 
 def open_weights(path: Path) -> safe_open:
@@ -236,25 +249,36 @@ class CheckpointReader:
         self._ranges: dict[tuple[str, str], list[Range]] = {}
         self._open: dict[str, Any] = {}
         try:
-            if manifest["format"] != FORMAT:
-                raise UserError(f"{folder / MANIFEST}: format {manifest['format']!r}, this version reads {FORMAT}")
-            self.sha256: str = manifest.pop("sha256")
-            if self.sha256 != _digest(manifest):
-                raise UserError(f"{folder / MANIFEST}: corrupt (SHA-256 differs from the one it states)")
-            self.state: dict[str, Any] = manifest["state"]
-            _check_step(folder, self.state)
-            self.files: dict[str, dict[str, Any]] = manifest["files"]
-            for entry in manifest["ranges"]:
-                stored = Range(**{**entry, "shape": tuple(entry["shape"])})
-                self._ranges.setdefault((stored.name, stored.kind), []).append(stored)
-                self.shapes[stored.name, stored.kind] = stored.shape
-            for name in {*self.files, *(stored.file for stored in self.ranges())}:
-                if Path(name).name != name:  # a checkpoint of somebody else must not make a reader open other files
-                    raise UserError(f"{folder / MANIFEST}: corrupt: {name!r} is no file in its folder")
+            self._read(manifest)
+        except UserError as error:
+            raise UserError(f"{folder / MANIFEST}: {error}") from None
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{folder / MANIFEST}: corrupt: {type(error).__name__}: {error}") from None
+        _check_step(folder, self.state)
+        _check_coverage(self.ranges(), folder)
         for stored_ranges in self._ranges.values():
             stored_ranges.sort(key=lambda stored: stored.offset)
+
+    def _read(self, manifest: dict[str, Any]) -> None:
+        if manifest["format"] != FORMAT:
+            raise UserError(f"format {manifest['format']!r:.80}, this version reads {FORMAT}")
+        self.sha256: str = manifest.pop("sha256")
+        if self.sha256 != _digest(manifest):
+            raise UserError("corrupt (SHA-256 differs from the one it states)")
+        self.state: dict[str, Any] = TrainingState(manifest["state"], str(self.folder / MANIFEST))
+        self.files: dict[str, dict[str, Any]] = manifest["files"]
+        for name, entry in self.files.items():
+            if Path(name).name != name:  # a checkpoint of somebody else must not make a reader open other files
+                raise UserError(f"corrupt: {name!r} is no file in its folder")
+            if not isinstance(entry, dict):
+                raise TypeError(f"{name} has the entry {entry!r:.80}")
+        if not isinstance(manifest["ranges"], list):
+            raise TypeError(f"ranges is {manifest['ranges']!r:.80}")
+        for stored in map(Range.of, manifest["ranges"]):
+            if stored.file not in self.files:  # no checksum would cover it
+                raise UserError(f"corrupt: {stored.file!r}, the file of {stored.key}, is not among its files")
+            self._ranges.setdefault((stored.name, stored.kind), []).append(stored)
+            self.shapes[stored.name, stored.kind] = stored.shape
 
     def names(self, kind: str) -> list[str]:
         """The names of all tensors of this kind, in the order of the model."""
@@ -331,9 +355,14 @@ class CheckpointReader:
         try:
             if stored.file not in self._open:
                 self._open[stored.file] = open_weights(path)
-            values: Tensor = self._open[stored.file].get_slice(stored.key)[begin - stored.offset : end - stored.offset]
+            part = self._open[stored.file].get_slice(stored.key)
+            shape, dtype = part.get_shape(), part.get_dtype()
+            if shape != [stored.numel] or dtype not in _TYPES:
+                raise UserError(
+                    f"{self.folder / MANIFEST}: corrupt: {stored.key} in {stored.file} is {dtype} of shape {shape}, "
+                    f"expected {' or '.join(_TYPES)} of {[stored.numel]}"
+                )
+            values: Tensor = part[begin - stored.offset : end - stored.offset]
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path}: unreadable shard: {error}") from None
-        if len(values) != end - begin:
-            raise UserError(f"{self.folder / MANIFEST}: corrupt: {stored.key} in {stored.file} is shorter than stated")
         return values

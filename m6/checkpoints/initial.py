@@ -15,7 +15,7 @@ from m6.checkpoints.finetuning import is_exported
 from m6.checkpoints.format import CheckpointReader, WeightReader, no_sign, open_weights
 from m6.checkpoints.fragment import WEIGHT
 from m6.checkpoints.loading import INDEX, WEIGHTS, as_plain_model, newest_complete_checkpoint
-from m6.errors import StorageError, UserError
+from m6.errors import DAMAGED, StorageError, UserError
 from m6.files import parse_object, reading
 from m6.runs.directory import RunDirectory
 from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
@@ -62,7 +62,7 @@ class ExportedWeights(WeightReader):
             self.shapes = {(name, WEIGHT): tuple(self._slice(name).get_shape()) for name in self._files}
         except StorageError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        except (*DAMAGED, SafetensorError) as error:
             raise UserError(f"{folder}: not a complete exported model: {error}") from None
 
     def names(self, kind: str) -> list[str]:

@@ -20,7 +20,7 @@ from m6.checkpoints.fragment import WEIGHT
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER, TOKENIZER, find_tokenizer
 from m6.config.run import RunConfig, load_config
 from m6.decoding import TEMPERATURE, Decoding, temperature_refusal
-from m6.errors import UserError, nearest
+from m6.errors import DAMAGED, UserError, nearest
 from m6.model import M6Config, M6ForConditionalGeneration
 from m6.runs.directory import RunDirectory
 from m6.tokenizers.processor import M6ImageProcessor, M6Processor
@@ -91,7 +91,7 @@ def _load_exported(folder: Path) -> tuple[M6ForConditionalGeneration, M6Processo
         loaded: Any = M6ForConditionalGeneration.from_pretrained(
             folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+    except (*DAMAGED, SafetensorError) as error:
         raise UserError(f"{folder}: not a complete exported model: {error}") from None
     model, found = loaded
     for problem in ("missing", "unexpected", "mismatched"):

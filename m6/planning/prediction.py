@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import torch
+from pydantic import BaseModel, PositiveFloat, field_validator
 
 from m6.architecture.sharing import Sharing
 from m6.config.run import RunConfig, load_config
@@ -25,6 +26,8 @@ from m6.planning.machine.profile import Profile
 from m6.planning.search.configuration import layout_of
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, format_gb
+from m6.runs.directory import RunDirectory
+from m6.validation import validate
 
 _FILE = "plan.json"
 _VALIDATION_HEADER = (
@@ -208,6 +211,31 @@ class Outcome:
         )
 
 
+class _Record(BaseModel):
+    """The prediction in RUN/plan.json; an older one has neither cluster nor batch."""
+
+    layout: ParallelLayout
+    cluster: Cluster | None = None
+    batch: BatchShape | None = None
+    factors: dict[str, PositiveFloat]
+    seconds: dict[str, float]
+    bytes: dict[str, float]
+    activation_factor: PositiveFloat
+    memory_bytes: int
+    process_bytes: int | None
+
+    @field_validator("bytes")
+    @classmethod
+    def _counts_activations(cls, value: dict[str, float]) -> dict[str, float]:
+        if "activations" not in value:
+            raise ValueError("activations: missing")
+        return value
+
+    def unfitted_seconds(self) -> dict[str, float]:
+        """The seconds without the factors of the run's profile."""
+        return {name: value / self.factors.get(name, 1.0) for name, value in self.seconds.items()}
+
+
 def read_outcome(run: Path, profile: Profile | None = None) -> Outcome:
     """Reads RUN/plan.json and RUN/metrics.jsonl. The first step does not count, unless it is the only one.
 
@@ -218,48 +246,37 @@ def read_outcome(run: Path, profile: Profile | None = None) -> Outcome:
         UserError: a file is missing, unreadable or without steps.
     """
     try:
-        plan = parse_object((run / _FILE).read_bytes())
-        lines = [parse_object(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+        plan = validate(_Record, parse_object((run / _FILE).read_bytes()), "")
     except FileNotFoundError as error:
         raise UserError(f"{error.filename}: no such file; `m6 pretrain` writes it") from None
     except ValueError as error:
-        raise UserError(f"{run}: not readable: {error}") from None
-    steps = [line for line in lines if "step_time_s" in line]
+        raise UserError(f"{run / _FILE}: not readable: {error}") from None
+    steps = [entry for entry in RunDirectory(run).read_metrics() if "step_time_s" in entry]
     if not steps:
         raise UserError(f"{run / 'metrics.jsonl'}: has no steps")
     warm = steps[1:] or steps  # the first step allocates memory and compiles kernels
     waits = ("data_wait_s", "checkpoint_stall_s")
+    activations = plan.bytes["activations"]
     return Outcome(
         run=run,
-        layout=plan["layout"],
-        parts=_unfitted_seconds(plan) if profile is None else _predict_again(run, plan, profile),
-        predicted_bytes=plan["memory_bytes"],
-        activations=plan["bytes"]["activations"] / plan["activation_factor"],
-        process=plan["process_bytes"],
-        states=plan["memory_bytes"] - (plan["process_bytes"] or 0) - plan["bytes"]["activations"],
-        measured_s=statistics.median(line["step_time_s"] - sum(line[wait] for wait in waits) for line in warm),
-        measured_bytes=max(line["memory_bytes"] for line in steps),
+        layout=asdict(plan.layout),
+        parts=plan.unfitted_seconds() if profile is None else _predict_again(run, plan, profile),
+        predicted_bytes=plan.memory_bytes,
+        activations=activations / plan.activation_factor,
+        process=plan.process_bytes,
+        states=plan.memory_bytes - (plan.process_bytes or 0) - activations,
+        measured_s=statistics.median(entry["step_time_s"] - sum(entry[wait] for wait in waits) for entry in warm),
+        measured_bytes=max(entry["memory_bytes"] for entry in steps),
     )
 
 
-def _unfitted_seconds(plan: dict[str, Any]) -> dict[str, float]:
-    """The seconds of a RUN/plan.json without the factors of the run's profile."""
-    return {name: value / plan["factors"].get(name, 1.0) for name, value in plan["seconds"].items()}
-
-
-def _predict_again(run: Path, plan: dict[str, Any], profile: Profile) -> dict[str, float]:
+def _predict_again(run: Path, plan: _Record, profile: Profile) -> dict[str, float]:
     """Seconds by part, predicted with the rates of ``profile`` and without its factors."""
-    if not {"cluster", "batch"} <= plan.keys():
+    if plan.cluster is None or plan.batch is None:
         raise UserError(f"{run / _FILE}: has no cluster and no batch to predict the run again; validate a newer run")
     config = load_config(run / "config.json")
-    planner = Planner(
-        config,
-        Cluster.model_validate(plan["cluster"]),
-        profile.model_copy(update={"factors": {}}),
-        BatchShape(**plan["batch"]),
-        config.last_sharing,
-    )
-    return planner.time(ParallelLayout(**plan["layout"])).parts()
+    unfitted = profile.model_copy(update={"factors": {}})
+    return Planner(config, plan.cluster, unfitted, plan.batch, config.last_sharing).time(plan.layout).parts()
 
 
 def outcome_line(run: Path) -> str:

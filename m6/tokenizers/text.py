@@ -17,7 +17,7 @@ from transformers import AddedToken, PreTrainedTokenizer
 
 from m6.architecture.auto_map import without_auto_map
 from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
-from m6.errors import UserError
+from m6.errors import DAMAGED, UserError
 from m6.files import atomic_path, check_readable
 
 MODEL_FILE = "sentencepiece.model"
@@ -205,7 +205,9 @@ def load_text_tokenizer(path: str | Path) -> M6Tokenizer:
     if not Path(path, MODEL_FILE).is_file():
         raise UserError(f'{path} holds no tokenizer ({MODEL_FILE} is missing); train one with "m6 data tokenizer"')
     try:
-        return M6Tokenizer.from_pretrained(path)
-    # SentencePiece raises RuntimeError for a damaged model, transformers TypeError for JSON of another form.
-    except (OSError, ValueError, RuntimeError, TypeError) as error:
+        tokenizer = M6Tokenizer.from_pretrained(path)
+    except DAMAGED as error:
         raise UserError(f"{path}: {MODEL_FILE} or tokenizer_config.json is damaged: {error}") from None
+    if tokenizer.text_vocab_size == 0:  # SentencePiece reads an empty file
+        raise UserError(f"{path}: {MODEL_FILE} is damaged: it has no pieces")
+    return tokenizer

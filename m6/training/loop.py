@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from m6.architecture.configuration import M6Config
 from m6.checkpoints.ancestry import keep_initial
-from m6.checkpoints.discovery import open_newest, open_together
+from m6.checkpoints.discovery import lost_newest, open_newest, open_together
 from m6.checkpoints.format import no_sign
 from m6.checkpoints.initial import open_initial_weights
 from m6.checkpoints.tokenizers import keep_tokenizers
@@ -268,6 +268,8 @@ class Trainer:
         on_main_rank(self._keep_records)
 
     def _keep_records(self) -> None:
+        if not self.problems and (lost := lost_newest(self.run.checkpoints, self.step)):
+            self._print(f"warning: {lost}")
         keep_tokenizers(self.run.root, self.data.tokenizer, self.settings.data.image_tokenizer)
         keep_sources(self.run.root, self.data)
         keep_initial(self.run.root, self.settings.init)

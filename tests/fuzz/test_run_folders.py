@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from m6.checkpoints import format as checkpoint_format
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.loading import newest_complete_checkpoint
 from m6.config.run import load_config
@@ -193,6 +194,33 @@ def test_damaged_run_folders(number: int, whole: Path, tmp_path: Path):
             outcome = m6(*arguments)
             assert outcome.code in (0, 2), outcome
             assert "Traceback" not in outcome.stderr
+
+    search(number, check)
+
+
+@long_and_short(40, 1000)
+def test_signed_manifests(number: int, whole: Path, tmp_path: Path):
+    """The checkpoint of somebody else may say anything under a checksum that is right."""
+    copy = tmp_path / "run"
+    shutil.copytree(whole, copy)
+    manifest = next(copy.glob("checkpoints/*/manifest.json"))
+    content = manifest.read_bytes()
+
+    def read() -> None:
+        reader = newest_complete_checkpoint(copy)
+        reader.verify()
+        for key in ("step", "optimizer_step", "samples_seen", "tokens_seen"):
+            assert 0 <= reader.state[key] < 1e19
+        assert len(reader.state["tokenizer"]) >= 0
+        for name, kind in reader.shapes:
+            reader.read(name, kind)
+
+    @given(st.integers(0, 2**32))
+    def check(seed: int) -> None:
+        changed = json.loads(_other_value(content, random.Random(seed)))
+        changed.pop("sha256", None)
+        manifest.write_text(json.dumps({**changed, "sha256": checkpoint_format._digest(changed)}))
+        check_clean(read)
 
     search(number, check)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from m6.errors import UserError
+from m6.errors import UserError, first_line
 from m6.evaluation.pictures.captioned import CaptionedPictures
 from m6.evaluation.reconstruction import psnr_of_mse
 
@@ -82,7 +82,7 @@ def open_inception(weights: Path) -> nn.Module:
     except ModuleNotFoundError:
         raise UserError("--inception needs torch-fidelity: pip install torch-fidelity") from None
     except Exception as error:  # torch.load and load_state_dict raise many types for a wrong file
-        raise UserError(f"{weights}: not the weights of Inception: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{weights}: not the weights of Inception: {first_line(error)}") from None
 
 
 def distances_by_inception(found: CaptionedPictures, expected: CaptionedPictures, network: nn.Module) -> Distances:

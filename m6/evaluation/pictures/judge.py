@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from m6.data.pictures import to_unit_range
-from m6.errors import UserError
+from m6.errors import DAMAGED, UserError, first_line
 from m6.evaluation.pictures.captioned import CaptionedPictures
 from m6.files import atomic_path, write_json
 from m6.formatting import log_line
@@ -178,8 +178,8 @@ def _load(folder: Path, settings: JudgeSettings, fingerprint: str) -> Judge:
             raise UserError("was trained with other settings or on other pictures; choose another folder")
         judge = Judge(settings, document["captions"])
         judge.load_state_dict(load_file(folder / _WEIGHTS_FILE))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"the judge in {folder}: {str(error).splitlines()[0]}") from None
+    except (*DAMAGED, SafetensorError) as error:
+        raise UserError(f"the judge in {folder}: {first_line(error)}") from None
     return judge
 
 

@@ -77,10 +77,12 @@ class DiffusersImageTokenizer(ImageTokenizer):
         except ImportError:
             raise UserError(f'{name}: a VQModel needs diffusers: pip install "m6-recipes[diffusers]"') from None
         try:
-            model = VQModel.from_pretrained(name, use_safetensors=True, low_cpu_mem_usage=False)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"{name}: not a VQModel: {str(error).splitlines()[0]}") from None
-        return cls(model).eval()
+            model = cls(VQModel.from_pretrained(name, use_safetensors=True, low_cpu_mem_usage=False))
+        except UserError:
+            raise
+        except DAMAGED as error:
+            raise UserError(f"{name}: not a VQModel: {first_line(error)}") from None
+        return model.eval()
 
 
 def load_image_tokenizer(path_or_name: str | Path) -> ImageTokenizer:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from m6.architecture.image_tokenizer import ImageTokenizerConfig
-from m6.errors import UserError
+from m6.errors import DAMAGED, UserError, first_line
 from m6.files import check_readable
 from m6.tokenizers.image.base import CONFIG_FILE, ImageTokenizer
 from m6.validation import validate
@@ -180,7 +180,6 @@ class M6ImageTokenizer(ImageTokenizer):
             tokenizer.load_state_dict(load_file(folder / cls.weights_file))
         except UserError as error:
             raise UserError(f"{folder / CONFIG_FILE}: {error}") from None
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            first_line = str(error).splitlines()[0]
-            raise UserError(f"{folder}: not a whole image tokenizer: {first_line}") from None
+        except (*DAMAGED, SafetensorError) as error:
+            raise UserError(f"{folder}: not a whole image tokenizer: {first_line(error)}") from None
         return tokenizer.eval()

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from m6.errors import UserError
+from m6.errors import DAMAGED, UserError, first_line
 from m6.files import atomic_path
 
 STATE_FILE = "state.safetensors"
@@ -62,8 +62,8 @@ def load_state(folder: Path, trainer: Resumable) -> None:
                 tensors = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
                 parts[part] = values | {"state": _moments(tensors)} if part in _OPTIMIZERS else tensors
             trainer.load_state(parts, int(file.metadata()["step"]))
-    except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
-        raise UserError(f"{path}: not the state of this run: {str(error).splitlines()[0]}") from None
+    except (*DAMAGED, SafetensorError) as error:
+        raise UserError(f"{path}: not the state of this run: {first_line(error)}") from None
 
 
 def _moments(tensors: dict[str, Tensor]) -> dict[int, dict[str, Any]]:

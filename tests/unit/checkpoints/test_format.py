@@ -5,18 +5,22 @@ import itertools
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from m6.checkpoints import format as checkpoint_format
 from m6.checkpoints.format import MANIFEST, CheckpointReader, write_manifest, write_shards
 from m6.checkpoints.fragment import Fragment
 from m6.errors import StorageError, UserError
+from m6.files import sha256
 
 STATE = {"step": 3}
 
@@ -208,20 +212,126 @@ def test_a_damaged_manifest(checkpoint: Path, text: str):
         CheckpointReader(checkpoint)
 
 
+def sign(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the manifest and states the checksum of what it says then, as the checkpoint of somebody else may."""
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    manifest.pop("sha256")
+    change(manifest)
+    manifest["sha256"] = checkpoint_format._digest(manifest)
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize("where", ["files", "ranges"])
 @pytest.mark.parametrize("name", ["../x.safetensors", "{folder}/x.safetensors", "sub/x.safetensors"])
 def test_no_name_leads_out_of_the_folder(checkpoint: Path, where: str, name: str):
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
     name = name.replace("{folder}", str(checkpoint))
-    if where == "files":
-        manifest["files"][name] = manifest["files"].popitem()[1]
-    else:
-        manifest["ranges"][0]["file"] = name
-    manifest.pop("sha256")
-    manifest["sha256"] = checkpoint_format._digest(manifest)
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="is no file in its folder"):
+
+    def change(manifest: dict[str, Any]) -> None:
+        if where == "files":
+            manifest["files"][name] = manifest["files"].popitem()[1]
+        else:
+            manifest["ranges"][0]["file"] = name
+
+    sign(checkpoint, change)
+    with pytest.raises(UserError, match=r"is no file in its folder|is not among its files"):
         CheckpointReader(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"offset": value} for value in (-1, "0", None, 1.5, True, 1, 10**30)),
+        *({"numel": value} for value in (-1, "x", 0, 1, 10**30)),
+        *({"shape": value} for value in ([], None, 5, "ab", [2, 3], [-4, -6], ["4", 6], [10**12, 10**12])),
+        *({key: value} for key in ("name", "kind", "file") for value in (5, None, ["x"])),
+        {"file": "rank_00009_000.safetensors"},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_signed_range_that_no_tensor_has(checkpoint: Path, change: dict[str, Any]):
+    sign(checkpoint, lambda manifest: manifest["ranges"][0].update(change))
+    with pytest.raises(UserError, match=r"corrupt: |has \d+ of \d+ elements|several shapes"):
+        CheckpointReader(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "change", [{"files": value} for value in ([], ["x"], {"x": 5}, {})] + [{"ranges": value} for value in ({}, [1], 5)]
+)
+def test_a_signed_part_of_another_type(checkpoint: Path, change: dict[str, Any]):
+    sign(checkpoint, lambda manifest: manifest.update(change))
+    with pytest.raises(UserError, match="corrupt: "):
+        CheckpointReader(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("samples_seen", value) for value in ("x", None, -1, 1.5, 10**30)),
+        ("optimizer_step", "3"),
+        ("tokens_seen", True),
+        ("tokenizer", None),
+        ("image_tokenizer", 7),
+        ("next_learning_rate", "fast"),
+        ("lora", {"rank": 0, "alpha": 1.0}),
+        ("lora", {"alpha": 1.0}),
+        ("any_world", [1]),
+        ("loss_scaler", {"cur_scale": "big"}),
+        ("late_update", 0.1),
+        ("pseudo_to_real", {"stage": "pseudo"}),
+        ("pseudo_to_real", {"stage": "other", "switch_step": None, "sharing": {}}),
+        ("pseudo_to_real.sharing.num_layers", None),
+    ],
+)
+def test_a_signed_state_of_another_type(checkpoint: Path, key: str, value: object):
+    sharing = {"num_layers": 2, "num_groups": 1, "parts": ["ffn"]}
+    stage = {"stage": "pseudo", "switch_step": None, "sharing": sharing, "rule": {"sum": 1.0, "before": None}}
+
+    def change(manifest: dict[str, Any]) -> None:
+        node = manifest["state"]
+        node["pseudo_to_real"] = stage
+        *parents, last = key.split(".")
+        for parent in parents:
+            node = node[parent]
+        node[last] = value
+
+    sign(checkpoint, lambda manifest: manifest["state"].update(pseudo_to_real=stage))
+    assert CheckpointReader(checkpoint).state["pseudo_to_real"] == stage
+    sign(checkpoint, change)
+    with pytest.raises(UserError, match=rf"manifest\.json: corrupt: state\.{key}"):
+        CheckpointReader(checkpoint)
+
+
+def test_a_key_that_the_state_has_not(checkpoint: Path):
+    state = CheckpointReader(checkpoint).state
+    assert state.get("tokenizer") is None
+    with pytest.raises(UserError, match=r'manifest\.json: corrupt: its state has no "tokenizer"'):
+        state["tokenizer"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.bool(),
+        lambda tensor: tensor.to(torch.complex64),
+        lambda tensor: tensor.int(),
+        lambda tensor: tensor[:1].clone(),
+        lambda tensor: torch.cat([tensor, tensor]),
+        lambda tensor: tensor[0].clone(),
+        lambda tensor: tensor[None].clone(),
+    ],
+    ids=["bool", "complex", "int32", "shorter", "longer", "a scalar", "a row"],
+)
+def test_a_signed_shard_of_another_shape_or_type(checkpoint: Path, change: Callable[[Tensor], Tensor]):
+    file = shard(checkpoint)
+    save_file({name: change(tensor) for name, tensor in load_file(file).items()}, file)
+    entry = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    sign(checkpoint, lambda manifest: manifest["files"].update({file.name: entry}))
+    reader = CheckpointReader(checkpoint)
+    assert reader.verify() == []
+    problem = rf"corrupt: .* in {file.name} is \w+ of shape \[.*\], expected F32 or .* of \["
+    with pytest.raises(UserError, match=problem):
+        [reader.read(name, kind) for name, kind in reader.shapes]
 
 
 def test_a_manifest_knows_its_own_checksum(checkpoint: Path):

@@ -166,6 +166,42 @@ def test_an_older_run_cannot_be_predicted_anew(tmp_path: Path):
         read_outcome(run, Profile())
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("layout", None),
+        ("layout", {"ep_size": 1}),
+        ("layout.zero_stage", "two"),
+        ("cluster.nodes", "many"),
+        ("batch.rows", None),
+        ("factors", {"compute": 0}),
+        ("seconds", [1.0]),
+        ("seconds.compute", "fast"),
+        ("bytes", {}),
+        ("activation_factor", 0),
+        ("memory_bytes", "1 GB"),
+    ],
+)
+def test_a_prediction_of_another_type(tmp_path: Path, key: str, value: object):
+    run = finished_run(tmp_path / "run", 2.0)
+    plan = json.loads((run / "plan.json").read_text())
+    *parents, last = key.split(".")
+    node = plan
+    for parent in parents:
+        node = node[parent]
+    node[last] = value
+    (run / "plan.json").write_text(json.dumps(plan))
+    assert f"{run / 'plan.json'}: not readable: {key}" in user_error("plan", "validate", run)
+
+
+def test_measurements_of_another_type(tmp_path: Path):
+    run = finished_run(tmp_path / "run", 2.0)
+    (run / "metrics.jsonl").write_text('{"step": 1, "step_time_s": "long"}\n')
+    assert "metrics.jsonl, line 1: corrupt: step_time_s is 'long'" in user_error("plan", "validate", run)
+    (run / "metrics.jsonl").write_text('{"step": 1, "step_time_s": 2.0}\n')
+    assert 'corrupt: an entry has no "data_wait_s"' in user_error("plan", "validate", run)
+
+
 def test_a_run_without_a_prediction(tmp_path: Path):
     with pytest.raises(UserError, match=r"plan.json: no such file; `m6 pretrain` writes it"):
         read_outcome(tmp_path)

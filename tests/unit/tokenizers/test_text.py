@@ -254,6 +254,14 @@ def test_missing_tokenizer_and_missing_text(tmp_path):
         train_text_tokenizer(text_manifest(tmp_path, {"train": []}), tmp_path / "out", 300)
 
 
+@pytest.mark.parametrize("content", [b"", b"\0" * 99, b"\n\x05abc"], ids=["empty", "zeros", "cut"])
+def test_a_damaged_model(folder, tmp_path, content):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / MODEL_FILE).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{MODEL_FILE} .*is damaged: "):
+        load_text_tokenizer(copy)
+
+
 @pytest.mark.parametrize("name", [MODEL_FILE, "tokenizer_config.json"])
 def test_a_lost_file_server_is_not_a_damaged_tokenizer(folder, monkeypatch, name):
     """A mistake would end a Slurm run for good."""

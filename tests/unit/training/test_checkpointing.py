@@ -119,6 +119,18 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_taken(
         assert torch.equal(ours, theirs), (name, kind)
 
 
+def test_a_checkpoint_that_is_gone_is_told(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]):
+    """Without its manifest it looks like one that a killed attempt began, and no file of it says what is lost."""
+    changes = {"m6__training__total_steps": 6, "m6__checkpoint__interval_steps": 2}
+    trainer = train_until(make_trainer(**changes), 4)
+    make_trainer(**changes)._resume()
+    assert "warning" not in capsys.readouterr().err
+    (trainer.run.checkpoints / "step_00000004" / MANIFEST).unlink()
+    make_trainer(**changes)._resume()
+    lost = f"{trainer.run.root} was saved as step_00000004, but {trainer.run.checkpoints} holds no such checkpoint"
+    assert f"warning: {lost}; it goes on from step 2\n" in capsys.readouterr().err
+
+
 def test_tensorboard_shows_a_repeated_step_once(make_trainer: MakeTrainer):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
