@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m6.errors import UserError, nearest
+from m6.errors import DAMAGED, UserError, first_line, nearest
 from m6.files import parse_object
 from m6.tokenizers.image.base import CONFIG_FILE, ImageTokenizer
 from m6.tokenizers.image.modeling import M6ImageTokenizer
