@@ -59,6 +59,9 @@ def _model_sections(init: Path) -> dict[str, dict[str, Any]]:
     else:
         document = load_config(init / "config.json").document["m6"]
         sections = {name: document.get(name) for name in ("model", "moe")}
+    for name, section in sections.items():
+        if not isinstance(section, dict | None):
+            raise UserError(f"{init / 'config.json'}: {name} is {section!r:.80}, expected an object")
     return {name: section for name, section in sections.items() if section is not None}
 
 

@@ -89,7 +89,11 @@ def _load_exported(folder: Path) -> tuple[M6ForConditionalGeneration, M6Processo
     try:
         config = without_capacity(M6Config.from_pretrained(folder))
         loaded: Any = M6ForConditionalGeneration.from_pretrained(
-            folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True
+            folder,
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            use_safetensors=True,  # or a missing file would let it unpickle pytorch_model.bin
         )
     except (*DAMAGED, SafetensorError) as error:
         raise UserError(f"{folder}: not a complete exported model: {error}") from None
@@ -105,6 +109,10 @@ def _load_exported(folder: Path) -> tuple[M6ForConditionalGeneration, M6Processo
             )
     if (refusal := temperature_refusal(model.code_temperature)) is not None:
         raise UserError(f"{folder / 'generation_config.json'}: code_temperature {refusal}")
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        ids = getattr(model.generation_config, key)
+        if not all(type(each) is int for each in (ids if isinstance(ids, list) else [ids])):
+            raise UserError(f"{folder / 'generation_config.json'}: {key} is {ids!r:.80}, expected the id of a token")
     tokenizer = load_text_tokenizer(folder)
     for name, file in (("text_vocab_size", MODEL_FILE), ("image_vocab_size", "tokenizer_config.json")):
         actual, expected = getattr(tokenizer, name), getattr(model.config, name)

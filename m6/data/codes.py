@@ -170,10 +170,13 @@ class Codes:
                 f"{nearest(source, self.manifest.sources)}; {remedy}"
             )
         folder = codes_folder(manifest, checksum)
+        self._folder, self._remedy = folder, remedy
         for shard in manifest.split(source, split).shards:
             if self.manifest.data.get(shard.file) != shard.sha256:
                 raise UserError(f"{manifest.folder / shard.file} has changed since its codes were made; {remedy}")
         entry = self.manifest.sources[source].get(split, SplitEntry())
+        if entry.rows != (rows := manifest.split(source, split).rows):
+            raise UserError(f"{folder} has codes of {entry.rows} of {rows} rows of {source}, {split}; {remedy}")
         try:
             self._rows = open_shards(folder, entry, ["codes"])
         except StorageError:  # new codes would be as hard to read
@@ -195,7 +198,12 @@ class Codes:
     def __getitem__(self, row: int) -> np.ndarray | None:
         """Returns the int32 codes ``[N]`` of a row, or None if its image could not be decoded."""
         codes = self._rows[row]["codes"]
-        return None if codes is None else np.array(codes, np.int32)
+        if codes is None:
+            return None
+        limit, number = self.manifest.codebook_size, self.manifest.num_codes
+        if len(codes) != number or not all(isinstance(code, int) and 0 <= code < limit for code in codes):
+            raise UserError(f"{self._folder}: row {row} has no {number} codes below {limit:,}; {self._remedy}")
+        return np.array(codes, np.int32)
 
 
 def codes_folder(manifest: Manifest, checksum: str) -> Path:

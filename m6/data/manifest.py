@@ -157,6 +157,13 @@ class Manifest(_Entry):
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"]) or "the file"
             raise UserError(f"{file} is not a valid manifest: {key}: {first['msg']}") from None
+        for name, source in manifest.sources.items():
+            for split, entry in source.splits.items():
+                if (entry.rows, entry.bytes) != ((found := SplitEntry.of(entry.shards)).rows, found.bytes):
+                    raise UserError(
+                        f"{file} is not a valid manifest: sources.{name}.splits.{split}: has {entry.rows} rows of "
+                        f"{entry.bytes} bytes, but its shards {found.rows} of {found.bytes}"
+                    )
         manifest._folder = folder
         return manifest
 
@@ -173,7 +180,8 @@ class Manifest(_Entry):
 
     def shrunken(self, image_size: int) -> str | None:
         """Returns a warning if the stored images are smaller than ``image_size`` pixels a side; else None."""
-        kept = self.recipe.get("corpus", self.recipe).get("image_size")
+        recipe = self.recipe.get("corpus", self.recipe)
+        kept = recipe.get("image_size") if isinstance(recipe, dict) else None
         if not isinstance(kept, int) or kept >= image_size:
             return None
         return (

@@ -134,6 +134,15 @@ class Rows(Sequence[dict[str, Any]]):
             table = file.read_row_group(group, columns=present, use_threads=False)
         if len(table) != rows:
             raise _damaged(path, f"row group {group} has {len(table)} rows, expected {rows}")
+        for field in (SCHEMA.field(name) for name in self.columns if name in SCHEMA.names):
+            if field.name not in present:
+                problem = None if field.nullable else "is missing"
+            elif (found := table.schema.field(field.name).type) != field.type:
+                problem = f"is of {found}, expected {field.type}"
+            else:
+                problem = None if field.nullable or not table[field.name].null_count else "has no value in some rows"
+            if problem is not None:
+                raise _damaged(path, f"its column {field.name} {problem}")
         for name in self.columns:
             if name not in present:
                 table = table.append_column(name, pa.nulls(rows))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from m6.architecture.settings import MODEL_TYPE
 from m6.checkpoints.finetuning import load_finetuning_config
 from m6.config.run import load_config
 from m6.errors import UserError
@@ -47,3 +48,11 @@ def test_a_model_that_is_no_object(tmp_path: Path, override: str, message: str):
     (tmp_path / "config.json").write_text(json.dumps(document_over(tmp_path / "data", tmp_path / "tokenizer")))
     with pytest.raises(UserError, match=message):
         load_finetuning_config(CONFIGS / "finetune" / "image_captioning.json", tmp_path, (override,))
+
+
+@pytest.mark.parametrize("moe", [5, "x", [1], True])
+def test_an_exported_model_whose_section_is_no_object(tmp_path: Path, moe: object):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": MODEL_TYPE, "hidden_size": 32, "moe": moe}))
+    (tmp_path / "tune.json").write_text(json.dumps(document_over(tmp_path / "data", tmp_path / "tokenizer")))
+    with pytest.raises(UserError, match=r"config\.json: moe is .*, expected an object"):
+        load_finetuning_config(tmp_path / "tune.json", tmp_path)

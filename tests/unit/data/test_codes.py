@@ -72,6 +72,39 @@ def test_codes_are_those_of_each_row_in_order(manifest, tokenizer):
             codes[size]
 
 
+def rewrite_codes(folder, change):
+    """Replaces the training codes of tiny_shapes, with their checksum."""
+    path = folder / "train/tiny_shapes-00000.parquet"
+    table = pq.read_table(path)
+    codes = change(table["codes"].to_pylist())
+    column = pa.array(codes, pa.list_(pa.int32()))
+    table = table.slice(0, len(codes)).set_column(table.schema.get_field_index("codes"), "codes", column)
+    pq.write_table(table, path)
+    document = json.loads((folder / "manifest.json").read_text())
+    entry = document["sources"]["tiny_shapes"]["train"]
+    numbers = {"rows": len(codes), "bytes": path.stat().st_size}
+    entry.update(numbers)
+    entry["shards"][0].update(numbers, sha256=sha256(path), row_groups=None)
+    (folder / "manifest.json").write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("wrong", [[99] * 16, [-1] * 16, [0] * 15, [None] * 16, []], ids=str)
+def test_codes_that_the_tokenizer_does_not_make(manifest, tokenizer, wrong):
+    folder, _ = write_codes(manifest, tokenizer)
+    rewrite_codes(folder, lambda codes: [*codes[:3], wrong, *codes[4:]])
+    codes = Codes(manifest, "tiny_shapes", "train", tokenizer.checksum)
+    assert len(codes[2]) == 16
+    with pytest.raises(UserError, match=r"row 3 has no 16 codes below 10; make them with"):
+        codes[3]
+
+
+def test_codes_of_other_rows(manifest, tokenizer):
+    folder, _ = write_codes(manifest, tokenizer)
+    rewrite_codes(folder, lambda codes: codes[:5])
+    with pytest.raises(UserError, match=rf"has codes of 5 of {ROWS['train']} rows of tiny_shapes, train; make them"):
+        Codes(manifest, "tiny_shapes", "train", tokenizer.checksum)
+
+
 def test_the_same_again_changes_nothing_and_more_sources_do(manifest, tokenizer):
     folder, _ = write_codes(manifest, tokenizer)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}

@@ -119,3 +119,23 @@ def test_pictures_that_were_kept_with_fewer_pixels_than_are_read(tmp_path, recip
     said = f"{tmp_path} keeps pictures of 64 pixels a side at most, which are enlarged to 256"
     assert (manifest.shrunken(256) or "").startswith(said)
     assert Manifest(sources={}).shrunken(256) is None
+
+
+@pytest.mark.parametrize("change", [{"rows": 6}, {"rows": 10**17}, {"bytes": 1}, {"shards": []}], ids=str)
+def test_numbers_that_shards_do_not_have_are_refused(tmp_path, change):
+    make_folder(tmp_path)
+    document = json.loads((tmp_path / "manifest.json").read_text())
+    document["sources"]["news"]["splits"]["train"].update(change)
+    (tmp_path / "manifest.json").write_text(json.dumps(document))
+    with pytest.raises(
+        UserError, match=r"not a valid manifest: sources\.news\.splits\.train: has \d+ rows of \d+ bytes"
+    ):
+        Manifest.load(tmp_path)
+
+
+@pytest.mark.parametrize("recipe", [{"corpus": 5}, {"corpus": None}, {"image_size": "x"}, {}])
+def test_a_recipe_of_another_form_says_nothing_of_the_size(tmp_path, recipe):
+    make_folder(tmp_path)
+    document = json.loads((tmp_path / "manifest.json").read_text()) | {"recipe": recipe}
+    (tmp_path / "manifest.json").write_text(json.dumps(document))
+    assert Manifest.load(tmp_path).shrunken(64) is None

@@ -5,6 +5,7 @@ import errno
 import os
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -71,6 +72,30 @@ def test_columns_that_an_older_shard_lacks_are_null(large):
     first.bytes = file.stat().st_size
     rows = open_split(large, "news", "train", ["context", "id"])
     assert rows[1] == {"context": None, "id": "news/1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "problem"),
+    [
+        ("text", range(6), "is of int64, expected string"),
+        ("text", [["a"]] * 6, "is of list<.*>, expected string"),
+        ("image", ["a"] * 6, "is of string, expected binary"),
+        ("text", [*"abcde", None], "has no value in some rows"),
+        ("id", None, "is missing"),
+    ],
+)
+def test_a_column_of_another_form_is_refused(tmp_path, monkeypatch, name, values, problem):
+    monkeypatch.setattr(reader, "VERIFIED_AT_ONCE_BYTES", 0)
+    make_folder(tmp_path / "data", rows=6)
+    manifest = Manifest.load(tmp_path / "data")
+    (shard,) = manifest.split("news", "train").shards
+    path = manifest.folder / shard.file
+    table = pq.read_table(path)
+    table = table.drop_columns([name] if name in table.column_names else [])
+    pq.write_table(table if values is None else table.append_column(name, pa.array(values)), path)
+    shard.bytes = path.stat().st_size
+    with pytest.raises(UserError, match=rf"{path.name} is damaged: its column {name} {problem}$"):
+        open_split(manifest, "news", "train", [name])[0]
 
 
 def test_neighbours_are_read_once_and_memory_is_bounded(large, counted):

@@ -166,6 +166,15 @@ def test_a_lost_file_server_is_not_an_incomplete_export(make_run, tmp_path, monk
         open_initial_weights(tmp_path / "hf")
 
 
+def test_pickled_weights_are_not_read(make_run, tmp_path):
+    run, model = make_run()
+    export_hf(run, tmp_path / "hf")
+    (tmp_path / "hf" / WEIGHTS).unlink()
+    torch.save(model.state_dict(), tmp_path / "hf" / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"not a complete exported model: .*model\.safetensors"):
+        load_run_model(tmp_path / "hf", torch.device("cpu"))
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-20])
 
@@ -196,6 +205,7 @@ def drop_a_weight(file: Path) -> None:
         ("config.json", change_json(num_layers=1), "hf: .* unexpected weights"),
         *(("config.json", change_json(dtype=dtype), "not a complete exported model") for dtype in (5, "x", [])),
         ("generation_config.json", change_json(max_new_tokens="x"), "not a complete exported model"),
+        ("generation_config.json", change_json(eos_token_id="x"), "eos_token_id is 'x', expected the id of a token"),
         ("generation_config.json", change_json(pad_token_id={}), "not a complete exported model"),
         ("tokenizer_config.json", change_json(added_tokens_decoder=5), r"tokenizer_config\.json is damaged"),
         ("config.json", change_json(hidden_size=48), "hf: .* mismatched weights"),
