@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ MAX_NUMBER = 1e18
 """Far above any size, count or rate of a run; larger numbers would overflow in their use."""
 # pydantic adds the tried member of a union to the location of an error. These are the plain names of members.
 _UNION_MEMBERS = ("float", "constrained-float")
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of UTF-16
 
 
 class Section(BaseModel):
@@ -98,7 +100,8 @@ def parse_json(text: str) -> Any:
     """Parses JSON; duplicate keys and non-finite numbers are errors.
 
     Raises:
-        UserError: a duplicate key, NaN, Infinity or a number above ``MAX_NUMBER``.
+        UserError: a duplicate key, NaN, Infinity, a number above ``MAX_NUMBER``, or a text with NUL or half a surrogate
+            pair.
         ValueError: the text is not JSON.
     """
     bad: list[_BadNumber] = []
@@ -116,7 +119,19 @@ def parse_json(text: str) -> Any:
     )
     if bad:  # only now is its key known
         raise UserError(": ".join(filter(None, (".".join(_path_to(bad[0], value)), bad[0].problem))))
+    _check_texts(value, "")
     return value
+
+
+def _check_texts(value: Any, where: str) -> None:
+    """Raises UserError for a key or a text that neither a file system nor UTF-8 can hold."""
+    if isinstance(value, str) and ("\0" in value or _HALF_A_PAIR.search(value)):
+        problem = f"{_shortened(ascii(value))} holds a character that no file name and no UTF-8 can hold"
+        raise UserError(": ".join(filter(None, (where, problem))))
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in entries:
+        _check_texts(key, where)
+        _check_texts(entry, _dotted(where, str(key)))
 
 
 def check_keys(section: Iterable[str], valid: Iterable[str], where: str) -> None:

@@ -60,6 +60,17 @@ def test_the_section_under_another_name(name: str):
         parse_config({"train_batch_size": 8, "model": {}})
 
 
+@pytest.mark.parametrize("text", [r"a\u0000b", r"\ud800x", r"x\udfff"])
+def test_a_text_that_no_file_name_can_hold(text: str):
+    with pytest.raises(UserError, match=r"^m6\.data\.path: '.*' holds a character that no file name and no UTF-8 can"):
+        parse_json(f'{{"m6": {{"data": {{"path": "{text}"}}}}}}')
+    with pytest.raises(UserError, match=r"^m6\.1: '.*' holds a character"):
+        parse_json(f'{{"m6": ["x", "{text}"]}}')
+    with pytest.raises(UserError, match=r"^m6: '.*' holds a character"):
+        parse_json(f'{{"m6": {{"{text}": 1}}}}')
+    assert parse_json(r'["\ud83d\udc3c\\u0000"]') == ["🐼\\u0000"]
+
+
 def test_a_misspelling_in_other_letters():
     assert closest("ADAMW", ("AdamW", "Adafactor")) == "AdamW"
     assert closest("Num_Layer", ("num_layers", "num_heads")) == "num_layers"
