@@ -254,8 +254,10 @@ def test_bad_pictures_are_counted_and_too_many_are_an_error(tmp_path):
     column = table.schema.get_field_index("image")
     pq.write_table(table.set_column(column, "image", pa.array(images)), path)
     manifest = Manifest.load(folder)
-    shard = manifest.split("tiny_shapes", "train").shards[0]
-    shard.bytes, shard.sha256 = path.stat().st_size, sha256(path)
+    split = manifest.split("tiny_shapes", "train")
+    [shard] = split.shards
+    split.bytes = shard.bytes = path.stat().st_size
+    shard.sha256 = sha256(path)
     manifest.save(folder)
     train_image_tokenizer(settings(folder), tmp_path / "some", CPU)
     last = (tmp_path / "some/training/metrics.jsonl").read_text().splitlines()[-1]
