@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from m6.config.offload import UPDATE_NO_OFFLOADED
 from m6.config.offload_rules import resolve_activation_rules
+from m6.config.pipeline import ONE_STAGE
 from m6.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ REDUCTION_KEYS = ("reduce_scatter", "reduce_bucket_size", "overlap_comm", "conti
 """Keys of zero_optimization for DeepSpeed's sums of gradients."""
 ZERO_KEYS = ("stage", "allgather_bucket_size")
 """Keys of zero_optimization with an effect under pipelines, whose passes and sums are not DeepSpeed's."""
-ONE_STAGE = "1f1b"
-"""The only schedule with one stage on each rank: that of slices, and of a pipeline without a flush."""
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,25 @@
-"""The section ``m6.parallel.pipeline``: its keys, and what cannot be combined with them."""
+"""The sections ``m6.parallel`` and ``m6.parallel.pipeline``."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, PositiveInt
 
 from m6.architecture.settings import ModelSettings
-from m6.config.combinations import ONE_STAGE
-from m6.config.slices import check_slices
 from m6.config.tensor import TensorSettings
 from m6.errors import UserError
 from m6.validation import Section
 
-if TYPE_CHECKING:
-    from m6.config.sections import M6Settings
-
 Schedule = Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 V_SCHEDULES = ("zbv", "dualpipev")
+ONE_STAGE: Schedule = "1f1b"
+"""The only schedule with one stage on each rank, and that of a pipeline without a flush."""
+SLICED: Schedule = "1f1b"
+"""The schedule that runs slices."""
 
 
 class PipelineSettings(Section):
@@ -183,14 +182,3 @@ def equal_sizes(num_layers: int, stages: int) -> list[int]:
     """The numbers of layers of stages of equal length, as far as possible."""
     bounds = [num_layers * stage // stages for stage in range(stages + 1)]
     return [end - begin for begin, end in itertools.pairwise(bounds)]
-
-
-def check_pipeline(pipeline: PipelineSettings, run: M6Settings, model: ModelSettings) -> None:
-    """Raises UserError if the stages do not fit the model, or rows have no place to be cut."""
-    pipeline.check_cut(model.num_layers)
-    if run.offload is not None:
-        pipeline.check_experts(model)
-    if run.lora is not None:
-        pipeline.check_adapters(run.lora.targets, model)
-    if pipeline.slices is not None:
-        check_slices(pipeline.slices, run)

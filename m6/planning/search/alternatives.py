@@ -21,8 +21,8 @@ from m6.architecture.received import (
 from m6.config.combinations import SLICES, Run, refusals
 from m6.config.communication import CommunicationSettings
 from m6.config.gradient_delay import FLUSHLESS, GradientDelaySettings
-from m6.config.pipeline import ParallelSettings, PipelineSettings
-from m6.config.slices import SLICED, check_slices
+from m6.config.pipeline import SLICED, ParallelSettings, PipelineSettings
+from m6.config.pipeline_checks import check_slices
 from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout, is_flushless
 from m6.planning.cost.slices import slice_tokens, slice_work

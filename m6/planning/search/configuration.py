@@ -10,9 +10,8 @@ from m6.architecture.received import PLACEMENTS
 from m6.config.checks import check_world_size
 from m6.config.combinations import ZERO_KEYS
 from m6.config.deepspeed_ignored import without_ignored
-from m6.config.pipeline import SCHEDULES
+from m6.config.pipeline import SCHEDULES, SLICED
 from m6.config.run import RunConfig, parse_config
-from m6.config.slices import SLICED
 from m6.errors import UserError, nearest
 from m6.planning.cost.layout import DIMENSIONS, ParallelLayout
 

@@ -1,13 +1,47 @@
-"""Stages of a pipeline in a Pseudo-to-Real run: layers that share weights are in one stage."""
+"""What a pipeline asks of the model and of other sections: stages, slices, and layers that share weights."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 
+from m6.architecture.settings import ModelSettings
 from m6.architecture.sharing import Sharing
 from m6.config.pipeline import PipelineSettings, equal_sizes
+from m6.config.sections import M6Settings
+from m6.data.objectives import OBJECTIVES, is_in_place
 from m6.errors import UserError
+
+
+def check_pipeline(pipeline: PipelineSettings, run: M6Settings, model: ModelSettings) -> None:
+    """Raises UserError if the stages do not fit the model, or rows have no place to be cut."""
+    pipeline.check_cut(model.num_layers)
+    if run.offload is not None:
+        pipeline.check_experts(model)
+    if run.lora is not None:
+        pipeline.check_adapters(run.lora.targets, model)
+    if pipeline.slices is not None:
+        check_slices(pipeline.slices, run)
+
+
+def check_slices(slices: int | str, run: M6Settings) -> None:
+    """Raises UserError if rows cannot be cut.
+
+    Args:
+        slices: a number, or "auto".
+    """
+    name, length = f"m6.parallel.pipeline.slices {slices}", run.data.sequence_length
+    if isinstance(slices, int) and slices > length:
+        raise UserError(
+            f"{name}: a row of m6.data.sequence_length {length} tokens has at most {length} slices; use {length}"
+        )
+    trained = [each for each in OBJECTIVES if run.objectives.of(each).weight > 0]
+    if trained and not run.data.packing and all(map(is_in_place, trained)):
+        raise UserError(
+            f"{name}: a row can be cut between packed samples and inside of targets that are read from left to right, "
+            f"but rows of {length} tokens have one sample (m6.data.packing=false), and all of m6.objectives, "
+            f"{', '.join(trained)}, predict targets in place: 0 places; set m6.data.packing=true, or leave slices out"
+        )
 
 
 def keeps_groups(stages: Sequence[range], sharing: Sharing) -> bool:
