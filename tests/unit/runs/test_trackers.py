@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def test_steps_that_an_attempt_repeats_reach_wandb(tmp_path: Path, picture: Path
             trackers.write({"step": step, "loss": 1.0 * step, "objectives": {"captioning": 2.0 * step}})
         trackers.show("samples", picture, steps[-1])
         trackers.close()
+        time.sleep(1.1)  # the package names the folders of attempts by the second
     records = list(records_of(run.root))
     rows = [record.history for record in records if record.WhichOneof("record_type") == "history"]
     shown = [{item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in row.item} for row in rows]
