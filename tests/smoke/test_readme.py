@@ -52,7 +52,7 @@ def test_the_commands_of_the_readme(tmp_path: Path):
     commands = [block for block in blocks("README.md") if block.language == "bash"]
     assert len(commands) == 3
     [said] = [execute(block, tmp_path) for block in commands if not block.text.startswith(ELSEWHERE)]
-    assert "on 128 devices of 128 x A100" in said
+    assert "on 128 devices of 128 x H200" in said
     assert "circles.png" in said
     with Image.open(tmp_path / "circles.png") as grid:
         assert grid.size == (3 * 64 + 2 * GAP, 3 * 64 + 2 * GAP)  # eight pictures of one caption, in three rows

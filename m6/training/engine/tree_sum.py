@@ -80,7 +80,7 @@ def sum_over_ranks(
         levels = [Level.in_node(shape, rows, nodes.number, nodes.inside), Level.of_nodes(shape, rows, nodes.between)]
     found: list[Tensor] = []
     for bucket in zip(*map(buckets, branches), strict=True):
-        flat = [torch.cat([each.reshape(-1).to(device) for each in tensors]) for tensors in bucket]
+        flat = torch.stack([torch.cat([each.reshape(-1).to(device) for each in tensors]) for tensors in bucket])
         sums = _sum(flat, levels).split([tensor.numel() for tensor in bucket[0]])
         found += [total.view_as(tensor).to(tensor.device) for total, tensor in zip(sums, bucket[0], strict=True)]
     return found
@@ -144,11 +144,9 @@ def _shape_of_nodes(shape: TreeShape, rows: int) -> TreeShape:
     return TreeShape(tuple(sum(shape.shares[first : first + rows]) for first in range(0, len(shape.shares), rows)))
 
 
-def _sum(branches: Sequence[Tensor], levels: Sequence[Level]) -> Tensor:
-    """Sums this rank's branches, each [n], level by level; after the last one the columns are added in order."""
-    if not levels:
-        return functools.reduce(torch.Tensor.add_, branches)
-    level, values = levels[0], torch.stack(list(branches))
+def _sum(values: Tensor, levels: Sequence[Level]) -> Tensor:
+    """Sums this rank's branches [branches, n] level by level; after the last one the columns are added in order."""
+    level, *later = levels
     ranks, numel = len(level.held), values.shape[1]
     padded = torch.nn.functional.pad(values, (0, -numel % ranks))
     chunk = padded.shape[1] // ranks
@@ -156,8 +154,9 @@ def _sum(branches: Sequence[Tensor], levels: Sequence[Level]) -> Tensor:
     counts = [sum(len(branches) for _, branches in columns) for columns in level.held]
     received = sent.new_empty(sum(counts), chunk)
     dist.all_to_all_single(received, sent.view(-1, chunk), counts, [len(values)] * ranks, group=level.group)
-    whole = sent.new_empty(ranks, chunk)
-    dist.all_gather(list(whole.unbind()), _sum(level.add_up(received), levels[1:]), group=level.group)
+    whole, larger = sent.new_empty(ranks, chunk), level.add_up(received)
+    own = _sum(torch.stack(larger), later) if later else functools.reduce(torch.Tensor.add_, larger)
+    dist.all_gather(list(whole.unbind()), own, group=level.group)
     return whole.view(-1)[:numel]
 
 
