@@ -33,9 +33,9 @@ DAMAGED = (OSError, ValueError, RuntimeError, TypeError, AttributeError, LookupE
 """The exceptions of libraries for a damaged file: transformers checks few of the types in a model's JSON."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of a library's message, or the name of its exception if it has none."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def closest(name: str, valid: Iterable[str]) -> str | None:

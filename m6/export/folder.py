@@ -32,7 +32,7 @@ from m6.checkpoints.loading import (
 )
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
 from m6.config.run import load_config
-from m6.errors import UserError, nearest
+from m6.errors import UserError, first_line, nearest
 from m6.export.card import model_card
 from m6.export.code import AUTO_MAP, write_code
 from m6.files import write_json
@@ -184,6 +184,7 @@ def push(folder: Path, name: str) -> str:
         repository = api.create_repo(name, private=True, exist_ok=True).repo_id
         commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Upload {folder.name}")
     except (HTTPError, OSError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"--push {name}: {reason[0]}; the model is in {folder}: hf upload {name} {folder}") from None
+        raise UserError(
+            f"--push {name}: {first_line(error)}; the model is in {folder}: hf upload {name} {folder}"
+        ) from None
     return commit.commit_url

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from m6.config.run import parse_config
-from m6.errors import UserError, closest
+from m6.errors import UserError, closest, first_line
 from m6.validation import check_keys, parse_json, read_document
 
 KEYS = {f"key_{number}": 1 for number in range(20_000)}
@@ -75,6 +75,11 @@ def test_a_misspelling_in_other_letters():
     assert closest("ADAMW", ("AdamW", "Adafactor")) == "AdamW"
     assert closest("Num_Layer", ("num_layers", "num_heads")) == "num_layers"
     assert closest("optimizer", ("M6", "m6")) is None
+
+
+def test_the_first_line_of_a_message():
+    assert first_line(ValueError("\n\n  a reason\nand more")) == "a reason"
+    assert first_line(ValueError(" \n")) == "ValueError"
 
 
 @pytest.mark.timeout(30)

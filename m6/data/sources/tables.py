@@ -32,7 +32,7 @@ from m6.data.sources.local import (
     unreadable_reason,
 )
 from m6.data.sources.rows import Columnar, arrow_files, class_name, named_file, picture_row, split_or_problem, text_rows
-from m6.errors import UserError
+from m6.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import datasets
@@ -157,7 +157,7 @@ class HubTable:
         try:
             info = HfApi().dataset_info(dataset)
         except (HfHubHTTPError, OSError, ValueError) as error:
-            raise UserError(f"hf:{dataset} cannot be opened: {_first_line(error)}") from None
+            raise UserError(f"hf:{dataset} cannot be opened: {first_line(error)}") from None
         licence = options.licences.get(name, options.licence) or (
             info.card_data.get("license") if info.card_data else None
         )
@@ -194,7 +194,7 @@ def _load(name: str, path: str, **arguments: Any) -> "datasets.IterableDataset":
         # JSON files on the Hub have no schema: reading the first rows finds the columns.
         return data if data.features is not None else data._resolve_features()
     except (*_READ_ERRORS, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{name} cannot be opened: {_first_line(error)}") from None
+        raise UserError(f"{name} cannot be opened: {first_line(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _columnar(name: str, split: Split | None, folder: Path | None, path: Path) -
     except UserError:
         raise
     except _READ_ERRORS as error:
-        raise UserError(f"{name} cannot be opened: {path}: {_first_line(error)}") from None
+        raise UserError(f"{name} cannot be opened: {path}: {first_line(error)}") from None
 
     def entries(columns: list[str]) -> Iterator[dict[str, Any] | Row]:
         number = 0
@@ -232,7 +232,7 @@ def _columnar(name: str, split: Split | None, folder: Path | None, path: Path) -
         except UserError:
             raise
         except _READ_ERRORS as error:
-            raise UserError(f"{path}: reading stopped at row {number}: {_first_line(error)}") from None
+            raise UserError(f"{path}: reading stopped at row {number}: {first_line(error)}") from None
 
     return _Part(split, folder, file.columns, entries)
 
@@ -255,7 +255,7 @@ def _stream(name: str, table: "datasets.IterableDataset", columns: list[str]) ->
         try:
             entry = next(entries, None)
         except (*_READ_ERRORS, datasets.exceptions.DatasetsError) as error:
-            raise UserError(f"{name}: reading stopped at row {number}: {_first_line(error)}") from None
+            raise UserError(f"{name}: reading stopped at row {number}: {first_line(error)}") from None
         if entry is None:
             return
         yield entry | {column: class_name(entry[column], names) for column, names in classes.items()}
@@ -339,7 +339,3 @@ class _Table:
         cut = max(len(text), len(context or "")) > limit
         context = context and context[:limit]
         yield Row(identity, group, text[:limit], answer=label, context=context, split=split, cut=cut)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
