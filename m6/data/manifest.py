@@ -88,6 +88,13 @@ class SplitEntry(_Entry):
     shared: SharedRows | None = None
     shards: list[Shard] = []
 
+    @model_validator(mode="after")
+    def _shards_add_up(self) -> "SplitEntry":
+        rows, size = sum(shard.rows for shard in self.shards), sum(shard.bytes for shard in self.shards)
+        if (self.rows, self.bytes) != (rows, size):
+            raise ValueError(f"has {self.rows} rows of {self.bytes} bytes, but its shards {rows} of {size}")
+        return self
+
     @classmethod
     def of(cls, shards: list[Shard]) -> "SplitEntry":
         """Makes the entry of a list of shards."""
@@ -156,14 +163,8 @@ class Manifest(_Entry):
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"]) or "the file"
-            raise UserError(f"{file} is not a valid manifest: {key}: {first['msg']}") from None
-        for name, source in manifest.sources.items():
-            for split, entry in source.splits.items():
-                if (entry.rows, entry.bytes) != ((found := SplitEntry.of(entry.shards)).rows, found.bytes):
-                    raise UserError(
-                        f"{file} is not a valid manifest: sources.{name}.splits.{split}: has {entry.rows} rows of "
-                        f"{entry.bytes} bytes, but its shards {found.rows} of {found.bytes}"
-                    )
+            problem = first["msg"].removeprefix("Value error, ")
+            raise UserError(f"{file} is not a valid manifest: {key}: {problem}") from None
         manifest._folder = folder
         return manifest
 
