@@ -135,13 +135,7 @@ class Rows(Sequence[dict[str, Any]]):
         if len(table) != rows:
             raise _damaged(path, f"row group {group} has {len(table)} rows, expected {rows}")
         for field in (SCHEMA.field(name) for name in self.columns if name in SCHEMA.names):
-            if field.name not in present:
-                problem = None if field.nullable else "is missing"
-            elif (found := table.schema.field(field.name).type) != field.type:
-                problem = f"is of {found}, expected {field.type}"
-            else:
-                problem = None if field.nullable or not table[field.name].null_count else "has no value in some rows"
-            if problem is not None:
+            if problem := _problem_of(field, table):
                 raise _damaged(path, f"its column {field.name} {problem}")
         for name in self.columns:
             if name not in present:
@@ -234,6 +228,16 @@ def _naming_damage(path: Path, part: str = "") -> Iterator[None]:
         raise UserError(f"{path} is missing, but {MANIFEST_NAME} lists it") from None
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _damaged(path, f"{part}{error}") from None
+
+
+def _problem_of(field: pa.Field, table: pa.Table) -> str | None:
+    """How a column of a shard differs from its field of ``SCHEMA``; a column that may be null may also be missing."""
+    if field.name not in table.schema.names:
+        return None if field.nullable else "is missing"
+    column = table[field.name]
+    if column.type != field.type:
+        return f"is of {column.type}, expected {field.type}"
+    return "has no value in some rows" if column.null_count and not field.nullable else None
 
 
 def _damaged(path: Path, reason: str) -> UserError:
