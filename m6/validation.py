@@ -26,7 +26,7 @@ MAX_NUMBER = 1e18
 """Far above any size, count or rate of a run; larger numbers would overflow in their use."""
 # pydantic adds the tried member of a union to the location of an error. These are the plain names of members.
 _UNION_MEMBERS = ("float", "constrained-float")
-_HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of UTF-16
+_IN_NO_NAME = re.compile("[\0\ud800-\udfff]")  # NUL, and half a surrogate pair of UTF-16
 
 
 class Section(BaseModel):
@@ -125,7 +125,7 @@ def parse_json(text: str) -> Any:
 
 def _check_texts(value: Any, where: str) -> None:
     """Raises UserError for a key or a text that neither a file system nor UTF-8 can hold."""
-    if isinstance(value, str) and ("\0" in value or _HALF_A_PAIR.search(value)):
+    if isinstance(value, str) and _IN_NO_NAME.search(value):
         problem = f"{_shortened(ascii(value))} holds a character that no file name and no UTF-8 can hold"
         raise UserError(": ".join(filter(None, (where, problem))))
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
