@@ -15,7 +15,6 @@ from m6.files import cache_folder
 if TYPE_CHECKING:
     from m6.evaluation.caption_matcher import CaptionMatcher
 
-
 app = typer.Typer(help="Data sets: build shards with a manifest.", no_args_is_help=True)
 
 

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from m6.cli.options import DecodingWay, Passes, check_file, check_utf8, open_picture, refuse_options
+from m6.cli.options import (
+    Checkpoint,
+    DecodingWay,
+    Passes,
+    TopK,
+    TopP,
+    check_file,
+    check_utf8,
+    open_picture,
+    refuse_options,
+)
 from m6.decoding import TEMPERATURE
 from m6.errors import UserError
 from m6.files import atomic_path, read_lines, why_unwritable
@@ -32,7 +42,7 @@ _FOR_SERVED_PICTURES = ("guidance", "temperature", "top_k", "top_p", "decoding",
 
 def generate(
     context: typer.Context,
-    run: Annotated[Path, typer.Option("--checkpoint", help="the folder of a run, or of an exported model")],
+    run: Checkpoint,
     prompt: Annotated[
         str, typer.Argument(help="the caption of the pictures, the beginning of a text, or a question to --image")
     ] = "",
@@ -62,11 +72,8 @@ def generate(
         typer.Option(min=1, help="pictures generated per caption, of which the --num with the best scores are kept"),
     ] = None,
     guidance: Annotated[float, typer.Option(min=0.0, help="classifier-free guidance; 1: no guidance")] = 2.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="draw from the k most likely codes")] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="draw from the fewest codes whose probabilities sum to p"),
-    ] = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
     decoding: DecodingWay = None,
     passes: Passes = None,
     batch_size: Annotated[int, typer.Option(min=1, help="pictures generated at once")] = 16,
@@ -216,7 +223,7 @@ def _write_texts(
 
 def classify(
     command: typer.Context,
-    run: Annotated[Path, typer.Option("--checkpoint", help="the folder of a run, or of an exported model")],
+    run: Checkpoint,
     labels: Annotated[list[str], typer.Option("--label", help="one of the labels; give two or more")],
     text: Annotated[str, typer.Argument(help="the text; with --image a question, or a caption that may match")] = "",
     context: Annotated[str, typer.Option(help="what follows the text, if the model learned texts with a context")] = "",
@@ -290,7 +297,7 @@ def _read_texts(path: Path) -> list[tuple[str, str]]:
 
 def serve(
     context: typer.Context,
-    checkpoint: Annotated[Path, typer.Option(help="the folder of a run, or of an exported model")],
+    checkpoint: Checkpoint,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: all of this machine")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = 8000,
     max_batch_size: Annotated[int, typer.Option(min=1, help="most requests of a batch")] = 16,
@@ -303,11 +310,8 @@ def serve(
         float | None,
         typer.Option(min=0.0, help=f"pictures: 0 is deterministic; default: the model's, {TEMPERATURE}"),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="draw from the k most likely codes")] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="draw from the fewest codes whose probabilities sum to p"),
-    ] = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
     decoding: DecodingWay = None,
     passes: Passes = None,
 ) -> None:

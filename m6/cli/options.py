@@ -30,6 +30,9 @@ Restart = Annotated[
     bool,
     typer.Option("--restart", help="begin at step 0; the files of the old run are kept under another name"),
 ]
+Checkpoint = Annotated[Path, typer.Option("--checkpoint", help="the folder of a run, or of an exported model")]
+TopK = Annotated[int | None, typer.Option(min=1, help="draw from the k most likely codes")]
+TopP = Annotated[float | None, typer.Option(help="draw from the fewest codes whose probabilities sum to p")]
 DecodingWay = Annotated[
     Decoding | None,
     typer.Option(
