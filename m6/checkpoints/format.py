@@ -72,7 +72,8 @@ class Range:
         """The range of an entry of a manifest; TypeError if a value is of another type."""
         stored = cls(**{**entry, "shape": tuple(entry["shape"])})
         numbers, texts = (stored.offset, stored.numel, *stored.shape), (stored.name, stored.kind, stored.file)
-        if not all(type(number) is int and number >= 0 for number in numbers) or not all(map(_is_text, texts)):
+        are_numbers = all(type(number) is int and number >= 0 for number in numbers)
+        if not (are_numbers and all(isinstance(text, str) for text in texts)):
             raise TypeError(f"a range is {entry!r:.200}")
         return stored
 
@@ -85,10 +86,6 @@ class Range:
     def end(self) -> int:
         """The first element behind the range."""
         return self.offset + self.numel
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def no_sign() -> None:

@@ -59,6 +59,11 @@ def ranks_per_node(world_size: int) -> int:
     return world_size
 
 
+def cores_per_rank() -> int:
+    """The cores of this process. Ranks without bound cores share the cores of their node."""
+    return min(usable_cores(), max(1, (os.cpu_count() or 1) // ranks_per_node(world_size_of_environment())))
+
+
 DISTRIBUTION = "--distribution=block:block"
 """The option of sbatch and srun for filling one node, and one socket, after the other."""
 
@@ -71,7 +76,7 @@ def misplacement(config: RunConfig, nodes: Sequence[str]) -> str | None:
     Args:
         nodes: the name of the node of each rank.
     """
-    if not (reason := _reason(config, nodes)):
+    if not (reason := _misplaced_ranks(config, nodes)):
         return None
     ep_size = config.m6.training.ep_size
     per_node = -(-len(nodes) // len(set(nodes)))
@@ -85,7 +90,7 @@ def misplacement(config: RunConfig, nodes: Sequence[str]) -> str | None:
     )
 
 
-def _reason(config: RunConfig, nodes: Sequence[str]) -> str:
+def _misplaced_ranks(config: RunConfig, nodes: Sequence[str]) -> str:
     blocks = [(name, len(list(ranks))) for name, ranks in groupby(nodes)]
     sizes = dict(blocks)
     if len(blocks) > len(sizes):
@@ -105,8 +110,3 @@ def _reason(config: RunConfig, nodes: Sequence[str]) -> str:
 
 def _groups_on_several_nodes(nodes: Sequence[object], ep_size: int) -> int:
     return sum(len(set(nodes[first : first + ep_size])) > 1 for first in range(0, len(nodes), ep_size))
-
-
-def cores_per_rank() -> int:
-    """The cores of this process. Ranks without bound cores share the cores of their node."""
-    return min(usable_cores(), max(1, (os.cpu_count() or 1) // ranks_per_node(world_size_of_environment())))

@@ -44,6 +44,8 @@ MAX_BODY_BYTES = 16 << 20
 MAX_HELD_BYTES = 128 << 20
 BODY_SECONDS = 20.0
 NUM_THREADS = 2
+MAX_TEXT_BYTES = 64 << 10
+WARNINGS = "M6-Warnings"
 
 Result = TypeVar("Result")
 
@@ -147,10 +149,6 @@ def uploaded_file(content_type: str, body: bytes) -> bytes:
 
 def _in_units(number: int) -> str:
     return f"{number >> 20} MiB" if number >= 1 << 20 else f"{number >> 10} KiB"
-
-
-MAX_TEXT_BYTES = 64 << 10
-WARNINGS = "M6-Warnings"
 
 
 class DeadlinePassed(Exception):

@@ -348,8 +348,8 @@ async def plan_by_costs(batcher: Batcher, tasks: dict[str, MeasuredTask], max_ba
     """
     for lane, task in tasks.items():
         lengths, batch_sizes = cost_grid(1, task.max_length, max_batch_size)
-        file = files.cache_folder() / "serving" / f"{_key(task, lengths, batch_sizes)}.json"
-        seconds = _read(file, (len(lengths), len(batch_sizes)))
+        file = files.cache_folder() / "serving" / f"{_key_of_costs(task, lengths, batch_sizes)}.json"
+        seconds = _read_costs(file, (len(lengths), len(batch_sizes)))
         if seconds is None:
             try:
                 seconds = await _measure(batcher, task, lengths, batch_sizes)
@@ -376,14 +376,14 @@ async def _measure(
     return seconds
 
 
-def _key(task: MeasuredTask, lengths: Sequence[int], batch_sizes: Sequence[int]) -> str:
+def _key_of_costs(task: MeasuredTask, lengths: Sequence[int], batch_sizes: Sequence[int]) -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     machine = [platform.node(), device, torch.get_num_threads(), torch.__version__]
     conditions = json.dumps([task.identity(), lengths, batch_sizes, machine], sort_keys=True)
     return hashlib.sha256(conditions.encode()).hexdigest()
 
 
-def _read(file: Path, shape: tuple[int, int]) -> NDArray[np.float64] | None:
+def _read_costs(file: Path, shape: tuple[int, int]) -> NDArray[np.float64] | None:
     try:
         seconds = np.array(json.loads(file.read_text(encoding="utf-8")), dtype=np.float64)
     except (OSError, ValueError, TypeError):

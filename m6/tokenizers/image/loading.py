@@ -94,7 +94,6 @@ def load_image_tokenizer(path_or_name: str | Path) -> ImageTokenizer:
     Raises:
         UserError: there is no image tokenizer, or it is damaged or of an unknown format.
     """
-
     file = Path(path_or_name, CONFIG_FILE)
     if not file.is_file():
         # Only a name OWNER/NAME without a local path is looked up on the Hub.
