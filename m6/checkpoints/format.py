@@ -37,7 +37,8 @@ _FOLDER = re.compile(r"step_([0-9]{8,18})")
 MANIFEST = "manifest.json"
 SHARD_BYTES = 4 << 30
 _MAX_NAMES = 3
-_TYPES = ("F32", "F64", "F16", "BF16", "I64")  # as safetensors names them; buffers that count are integers
+FLOATS = ("F32", "F64", "F16", "BF16")  # as safetensors names types
+_TYPES = (*FLOATS, "I64")  # a buffer that counts is of integers
 
 
 def step_folder(step: int) -> str:
@@ -328,7 +329,13 @@ class CheckpointReader:
                 )
             stored = furthest[index]
             stop = min(end, stored.end)
-            target[position - offset : stop - offset].copy_(self.read_range(stored, position, stop))
+            part = self.read_range(stored, position, stop)
+            if part.is_floating_point() != target.is_floating_point():
+                raise UserError(
+                    f"{self.folder / MANIFEST}: corrupt: {stored.key} in {stored.file} is of {part.dtype}, "
+                    f"expected {target.dtype}"
+                )
+            target[position - offset : stop - offset].copy_(part)
             position = stop
 
     def read(self, name: str, kind: str) -> Tensor:

@@ -7,16 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from m6.checkpoints.discovery import open_needed
 from m6.checkpoints.finetuning import is_exported
-from m6.checkpoints.format import CheckpointReader, WeightReader, no_sign, open_weights
+from m6.checkpoints.format import CheckpointReader, WeightReader, no_sign
 from m6.checkpoints.fragment import WEIGHT
-from m6.checkpoints.loading import INDEX, WEIGHTS, as_plain_model, newest_complete_checkpoint
-from m6.errors import DAMAGED, StorageError, UserError
-from m6.files import parse_object, reading
+from m6.checkpoints.loading import as_plain_model, newest_complete_checkpoint, open_exported
+from m6.errors import UserError
 from m6.runs.directory import RunDirectory
 from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
 
@@ -51,19 +49,13 @@ class ExportedWeights(WeightReader):
 
     Raises:
         StorageError: a file cannot be opened.
-        UserError: the folder is incomplete or damaged.
+        UserError: the folder is incomplete or damaged, or a tensor is not of floating-point numbers.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        try:
-            self._files = _files_of_tensors(folder)
-            self._open = {file: open_weights(folder / file) for file in set(self._files.values())}
-            self.shapes = {(name, WEIGHT): tuple(self._slice(name).get_shape()) for name in self._files}
-        except StorageError:
-            raise
-        except (*DAMAGED, SafetensorError) as error:
-            raise UserError(f"{folder}: not a complete exported model: {error}") from None
+        self._files = open_exported(folder)
+        self.shapes = {(name, WEIGHT): tuple(self._slice(name).get_shape()) for name in self._files}
 
     def names(self, kind: str) -> list[str]:
         """The names of all weights; empty for other kinds, since an exported model has no optimizer state."""
@@ -73,7 +65,7 @@ class ExportedWeights(WeightReader):
         """Fills ``target`` (1-D) with a range of the flat tensor; reads only rows with elements of the range."""
         shape = self.shapes[name, kind]
         if not shape:
-            target.copy_(self._open[self._files[name]].get_tensor(name).view(1))
+            target.copy_(self._files[name].get_tensor(name).view(1))
             return
         row = math.prod(shape[1:])
         # safetensors slices along the first dimension without reading the rest: read only rows with elements in range.
@@ -82,20 +74,7 @@ class ExportedWeights(WeightReader):
         target.copy_(self._slice(name)[first:last].reshape(-1)[begin : begin + target.numel()])
 
     def _slice(self, name: str) -> Any:
-        return self._open[self._files[name]].get_slice(name)
-
-
-def _files_of_tensors(folder: Path) -> dict[str, str]:
-    """The file of each tensor of an exported model, by the tensor's name."""
-    if (folder / INDEX).is_file():
-        with reading(folder / INDEX):
-            files: dict[str, str] = parse_object((folder / INDEX).read_bytes())["weight_map"]
-        for file in files.values():
-            if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ValueError(f"{INDEX} names {file!r}, which is no file in it")
-        return files
-    with open_weights(folder / WEIGHTS) as file:
-        return dict.fromkeys(file.keys(), WEIGHTS)
+        return self._files[name].get_slice(name)
 
 
 def _open_checkpoint(run: Path, on_file: Callable[[], object]) -> CheckpointReader:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from m6.architecture.settings import ModelSettings
@@ -15,12 +15,13 @@ from m6.checkpoints.adapters import MergedReader, is_adapted
 from m6.checkpoints.delinked import DelinkedReader, is_pseudo
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.finetuning import is_exported
-from m6.checkpoints.format import CheckpointReader, WeightReader
+from m6.checkpoints.format import FLOATS, CheckpointReader, WeightReader, open_weights
 from m6.checkpoints.fragment import WEIGHT
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER, TOKENIZER, find_tokenizer
 from m6.config.run import RunConfig, load_config
 from m6.decoding import TEMPERATURE, Decoding, temperature_refusal
-from m6.errors import DAMAGED, UserError, nearest
+from m6.errors import DAMAGED, StorageError, UserError, nearest
+from m6.files import parse_object, reading
 from m6.model import M6Config, M6ForConditionalGeneration
 from m6.runs.directory import RunDirectory
 from m6.tokenizers.processor import M6ImageProcessor, M6Processor
@@ -86,6 +87,7 @@ def _load_exported(folder: Path) -> tuple[M6ForConditionalGeneration, M6Processo
     ``generation_config.json``.
     """
     read_document(folder / "generation_config.json")
+    open_exported(folder)  # transformers converts integers without a message
     try:
         config = without_capacity(M6Config.from_pretrained(folder))
         loaded: Any = M6ForConditionalGeneration.from_pretrained(
@@ -119,6 +121,40 @@ def _load_exported(folder: Path) -> tuple[M6ForConditionalGeneration, M6Processo
         if actual != expected:
             raise UserError(f"{folder / file}: {name} is {actual}, but {expected} in config.json")
     return model, make_processor(model.config, tokenizer)
+
+
+def open_exported(folder: Path) -> dict[str, safe_open]:
+    """Opens the weights of an exported model. Returns the open file of each tensor, by the tensor's name.
+
+    Raises:
+        StorageError: a file cannot be opened.
+        UserError: the folder is incomplete or damaged, or a tensor is not of floating-point numbers.
+    """
+    try:
+        names = _files_of_tensors(folder)
+        files = {name: open_weights(folder / name) for name in set(names.values())}
+        tensors = {tensor: files[name] for tensor, name in names.items()}
+        for tensor, file in tensors.items():
+            if (dtype := file.get_slice(tensor).get_dtype()) not in FLOATS:
+                raise ValueError(f"{tensor} is {dtype}, expected {' or '.join(FLOATS)}")
+    except StorageError:
+        raise
+    except (*DAMAGED, SafetensorError) as error:
+        raise UserError(f"{folder}: not a complete exported model: {error}") from None
+    return tensors
+
+
+def _files_of_tensors(folder: Path) -> dict[str, str]:
+    """The name of the file of each tensor of an exported model, by the tensor's name."""
+    if (folder / INDEX).is_file():
+        with reading(folder / INDEX):
+            files: dict[str, str] = parse_object((folder / INDEX).read_bytes())["weight_map"]
+        for file in files.values():
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise ValueError(f"{INDEX} names {file!r}, which is no file in it")
+        return files
+    with open_weights(folder / WEIGHTS) as file:
+        return dict.fromkeys(file.keys(), WEIGHTS)
 
 
 def load_run_image_tokenizer(folder: Path) -> ImageTokenizer:

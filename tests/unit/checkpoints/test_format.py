@@ -334,6 +334,17 @@ def test_a_signed_shard_of_another_shape_or_type(checkpoint: Path, change: Calla
         [reader.read(name, kind) for name, kind in reader.shapes]
 
 
+def test_a_signed_shard_of_integers(checkpoint: Path):
+    """A copy into a weight would convert them without a message."""
+    file = shard(checkpoint)
+    save_file({name: tensor.long() for name, tensor in load_file(file).items()}, file)
+    entry = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    sign(checkpoint, lambda manifest: manifest["files"].update({file.name: entry}))
+    reader = CheckpointReader(checkpoint)
+    with pytest.raises(UserError, match=rf"corrupt: .* in {file.name} is of torch\.int64, expected torch\.float32"):
+        [reader.read(name, kind) for name, kind in reader.shapes]
+
+
 def test_a_manifest_knows_its_own_checksum(checkpoint: Path):
     """A wrong number that is still valid JSON would resume a run at the wrong place."""
     manifest = checkpoint / MANIFEST

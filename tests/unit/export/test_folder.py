@@ -186,6 +186,15 @@ def change_json(**values):
     return change
 
 
+def of_type(dtype):
+    def change(file: Path) -> None:
+        weights = load_file(file)
+        name = max(weights, key=lambda name: weights[name].numel())
+        save_file({**weights, name: weights[name].to(dtype)}, file, {"format": "pt"})
+
+    return change
+
+
 def drop_a_weight(file: Path) -> None:
     weights = load_file(file)
     del weights[min(weights)]
@@ -202,6 +211,10 @@ def drop_a_weight(file: Path) -> None:
         ("generation_config.json", change_json(code_temperature="hot"), "code_temperature must be 0, or .*, found hot"),
         ("generation_config.json", change_json(code_temperature=-1), "code_temperature must be 0, or .*, found -1"),
         ("model.safetensors", drop_a_weight, r"hf: 1 missing weights for its config\.json, such as model\.embeddings"),
+        *(
+            ("model.safetensors", of_type(dtype), rf"model\..* is {name}, expected F32 or")
+            for dtype, name in ((torch.int64, "I64"), (torch.bool, "BOOL"), (torch.complex64, "C64"))
+        ),
         ("config.json", change_json(num_layers=1), "hf: .* unexpected weights"),
         *(("config.json", change_json(dtype=dtype), "not a complete exported model") for dtype in (5, "x", [])),
         ("generation_config.json", change_json(max_new_tokens="x"), "not a complete exported model"),
