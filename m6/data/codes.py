@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from m6 import files
 from m6.data.manifest import MANIFEST_NAME, SKIPPED_NAME, SPLITS, Manifest, Shard, SplitEntry
+from m6.data.pictures import decode_batch, picture_sources, to_unit_range
 from m6.data.reader import Rows, open_shards
 from m6.data.verification import verify_shards
 from m6.errors import StorageError, UserError, nearest
@@ -89,8 +90,6 @@ def write_codes(
         UserError: a source is unknown or has no images, or too many of its images are bad.
         StorageError: storage failed; old codes may be whole.
     """
-    from m6.data.pictures import picture_sources
-
     checksum = tokenizer.checksum
     folder = codes_folder(manifest, checksum)
     existing = load_codes_manifest(manifest, checksum) if has_codes(manifest, checksum) else None
@@ -343,8 +342,6 @@ def _encode(
     tokenizer: ImageTokenizer, images: list[bytes | None], device: torch.device
 ) -> tuple[list[list[int] | None], dict[int, str]]:
     """Returns the codes of each image, None for a bad one, and the reasons by index of bad images."""
-    from m6.data.pictures import decode_batch, to_unit_range
-
     pixels, good, bad = decode_batch(images, tokenizer.image_size)
     codes: list[list[int] | None] = [None] * len(images)
     if good:
