@@ -1,4 +1,4 @@
-"""The work folder of a corpus during its build: outputs of the stages, and marks of complete units.
+"""The work folder of a corpus during its build: documents between the stages, and marks of complete units.
 
     OUT.work/checksums.jsonl              of inputs, one by one as they are made for the plan
     OUT.work/plan.json                    recipe, inputs and checksums

@@ -1,4 +1,4 @@
-"""A run's newest checkpoint as a folder for ``from_pretrained``, with or without this project.
+"""A run's newest checkpoint as a folder for ``from_pretrained``, with or without this project, and its upload.
 
 Its weights are written as safetensors files.
 """
