@@ -31,6 +31,9 @@ from m6.data.splitting import Grouping, SplitRules, split_rows
 from m6.errors import UserError, nearest
 from m6.lock import new_folder
 
+_LISTED_UNREAD = 8  # kinds of members named in a message
+NAMED_SKIPS = 3  # rows of each reason named in a message
+CHUNK_ROWS = 32  # rows sent to a worker process at once, to amortise the cost of pickling
 # Unicode normalisation sorts combining marks in quadratic time: 100,000 in a row take 8 s. Real texts have few.
 _MAX_MARKS = 1000
 _NO_LETTERS = re.compile(r"[^\w\s]+")
@@ -91,11 +94,6 @@ def _clean_or_none(text: str | None) -> str | None:
 
 def _printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode("utf-8").replace("\x00", "\\x00")
-
-
-_LISTED_UNREAD = 8  # kinds of members named in a message
-NAMED_SKIPS = 3  # rows of each reason named in a message
-CHUNK_ROWS = 32  # rows sent to a worker process at once, to amortise the cost of pickling
 
 
 @dataclass(frozen=True, kw_only=True)

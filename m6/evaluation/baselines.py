@@ -20,6 +20,7 @@ from m6.data.weights import source_weights
 from m6.errors import UserError
 from m6.evaluation.ngram import Floats, Ints, NGramCounts, NGramModel
 from m6.files import parse_object, sha256, write_json
+from m6.runs.data import open_data
 
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 ORDERS = {"unigram": 1, "bigram": 2, "5-gram": 5}
@@ -44,8 +45,6 @@ def run_baselines(run_dir: Path, config: RunConfig, num_rows: int) -> Baselines:
     Returns:
         {objective: {model of ``orders``: mean loss in nats per target}} for every objective with validation data.
     """
-    from m6.runs.data import open_data
-
     data = open_data(config)
     inputs = _inputs(config, data, num_rows)
     file = baselines_file(run_dir)
