@@ -169,8 +169,10 @@ def describe(error: pydantic.ValidationError, model: type[BaseModel] | None, whe
     if problem["type"] == "missing":
         return f"{name}: missing"
     if problem["type"] in ("value_error", "assertion_error"):  # a model validator: its message names the fields
-        return ": ".join(filter(None, (name, str(problem["ctx"]["error"]))))
-    return f"{name}: {problem['msg'][0].lower()}{problem['msg'][1:]}, found {_shortened(repr(problem['input']))}"
+        said = str(problem["ctx"]["error"])
+    else:
+        said = f"{problem['msg'][0].lower()}{problem['msg'][1:]}, found {_shortened(repr(problem['input']))}"
+    return f"{name}: {said}" if name else said  # the whole file has no name
 
 
 def _is_union_member(part: int | str) -> bool:

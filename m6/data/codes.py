@@ -32,6 +32,7 @@ from m6.data.reader import Rows, open_shards
 from m6.data.verification import verify_shards
 from m6.errors import StorageError, UserError, nearest
 from m6.lock import new_folder
+from m6.validation import describe
 
 if TYPE_CHECKING:
     from m6.tokenizers.image import ImageTokenizer
@@ -245,7 +246,7 @@ def _load(folder: Path) -> CodesManifest:
         return CodesManifest.model_validate_json((folder / MANIFEST_NAME).read_bytes())
     except ValidationError as error:
         raise UserError(
-            f"{folder / MANIFEST_NAME} is not a valid manifest of codes: {error.errors()[0]['msg']}"
+            f"{folder / MANIFEST_NAME} is not a valid manifest of codes: {describe(error, CodesManifest, '')}"
         ) from None
 
 

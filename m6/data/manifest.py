@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 from m6 import files
 from m6.errors import UserError, nearest
+from m6.validation import describe
 
 MANIFEST_NAME = "manifest.json"
 SKIPPED_NAME = "skipped.jsonl"  # unusable rows, with the reason
@@ -161,10 +162,7 @@ class Manifest(_Entry):
         try:
             manifest = cls.model_validate_json(file.read_bytes())
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"]) or "the file"
-            problem = first["msg"].removeprefix("Value error, ")
-            raise UserError(f"{file} is not a valid manifest: {key}: {problem}") from None
+            raise UserError(f"{file} is not a valid manifest: {describe(error, cls, '')}") from None
         manifest._folder = folder
         return manifest
 

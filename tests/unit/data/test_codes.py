@@ -98,6 +98,16 @@ def test_codes_that_the_tokenizer_does_not_make(manifest, tokenizer, wrong):
         codes[3]
 
 
+@pytest.mark.parametrize("name", ["rows", "bytes"])
+def test_totals_that_the_shards_do_not_have(manifest, tokenizer, name):
+    folder, _ = write_codes(manifest, tokenizer)
+    document = json.loads((folder / "manifest.json").read_text())
+    document["sources"]["tiny_shapes"]["train"][name] += 1
+    (folder / "manifest.json").write_text(json.dumps(document))
+    with pytest.raises(UserError, match=r"of codes: sources\.tiny_shapes\.train: has \d+ rows of \d+ bytes, but"):
+        Codes(manifest, "tiny_shapes", "train", tokenizer.checksum)
+
+
 def test_codes_of_other_rows(manifest, tokenizer):
     folder, _ = write_codes(manifest, tokenizer)
     rewrite_codes(folder, lambda codes: codes[:5])
