@@ -30,7 +30,7 @@ from m6.config.section_checks import (
     check_schedule,
 )
 from m6.config.sections import M6Settings
-from m6.config.shares import BatchSplit, exchange_neighbours
+from m6.config.shares import BatchSplit
 from m6.config.tensor import TensorSettings, check_tensor
 from m6.errors import UserError, closest
 from m6.shipped import shipped_file
@@ -127,7 +127,8 @@ class RunConfig:
         return BatchSplit(
             micro_batch_size=self.deepspeed.micro_batch_size,
             ranks=self.data_size(world_size),
-            ep_size=exchange_neighbours(self.m6.training.ep_size, self.tensor_size),
+            ep_size=self.m6.training.ep_size,
+            tensor_size=self.tensor_size,
             at_once=self.m6.training.micro_batches_at_once,
             stated=None if shares is None else tuple(shares),
             pipeline=self.pipeline,

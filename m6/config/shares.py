@@ -48,15 +48,6 @@ def apportion(
     return found
 
 
-def exchange_neighbours(ep_size: int, tensor_size: int) -> int:
-    """Neighbours along ``dp`` in one exchange of tokens, directly or through others.
-
-    Exchanges are between ``ep_size`` neighbours of a stage, of which ``tensor_size`` read the same micro-batches. Where
-    neither number divides the other, exchanges overlap.
-    """
-    return math.lcm(ep_size, tensor_size) // tensor_size
-
-
 @dataclass(frozen=True)
 class BatchSplit:
     """Divides the micro-batches of a step over the ranks that read different ones.
@@ -64,7 +55,8 @@ class BatchSplit:
     Attributes:
         micro_batch_size: samples of a micro-batch.
         ranks: that read different micro-batches, in the order of their parts of a step.
-        ep_size: neighbours that exchange tokens, so that they compute equally many micro-batches.
+        ep_size: ranks of a stage that exchange tokens.
+        tensor_size: ranks of a tensor group, which read the same micro-batches and divide tokens of experts.
         at_once: micro-batches of a rank that take turns.
         stated: ``m6.parallel.shares``; None: equal shares, as far as possible.
         pipeline: through which the micro-batches of a rank pass.
@@ -75,6 +67,7 @@ class BatchSplit:
     micro_batch_size: int
     ranks: int
     ep_size: int = 1
+    tensor_size: int = 1
     at_once: int = 1
     stated: tuple[int, ...] | None = None
     pipeline: PipelineSettings | None = None
@@ -82,14 +75,23 @@ class BatchSplit:
     accumulation: int | None = None
 
     @property
+    def neighbours(self) -> int:
+        """Ranks of a group: neighbours along ``dp`` that exchange tokens, so they compute equally many micro-batches.
+
+        An exchange is between ``ep_size`` neighbours of a stage, whole tensor groups or parts of them. Where neither
+        size divides the other, exchanges overlap, and a group has all ranks of those that do.
+        """
+        return math.lcm(self.ep_size, self.tensor_size) // self.tensor_size
+
+    @property
     def groups(self) -> int:
-        """Groups of ``ep_size`` ranks."""
-        return self.ranks // self.ep_size
+        """Groups of ``neighbours`` ranks."""
+        return self.ranks // self.neighbours
 
     @property
     def unit(self) -> int:
         """The least number of micro-batches that a group can compute."""
-        return self.ep_size * self.at_once
+        return self.neighbours * self.at_once
 
     def shares(self, samples: int) -> tuple[int, ...]:
         """The micro-batches of each rank in a step of so many samples, which has no refusal.
@@ -109,10 +111,11 @@ class BatchSplit:
 
     def _of_ranks(self, units: Sequence[int]) -> tuple[int, ...]:
         """The micro-batches of each rank for the units of each group."""
-        return tuple(self.at_once * count for count in units for _ in range(self.ep_size))
+        return tuple(self.at_once * count for count in units for _ in range(self.neighbours))
 
     def _sums_of_groups(self, shares: Sequence[int]) -> list[int]:
-        return [sum(shares[first : first + self.ep_size]) for first in range(0, self.ranks, self.ep_size)]
+        size = self.neighbours
+        return [sum(shares[first : first + size]) for first in range(0, self.ranks, size)]
 
     def most(self, samples: int) -> int:
         """The micro-batches of the rank with most of them."""
@@ -178,12 +181,13 @@ class BatchSplit:
             block = self.ranks // len(self.stated)
             times = "" if block == 1 else f"; each of them is for {block} ranks"
             yield f"{text} gives {self.ranks} ranks {sum(own)} micro-batches, but the step has {number}{times}"
-        for first in range(0, self.ranks, self.ep_size):
-            of_group = own[first : first + self.ep_size]
+        size = self.neighbours
+        for first in range(0, self.ranks, size):
+            of_group = own[first : first + size]
             if len(set(of_group)) > 1:
                 yield (
-                    f"{text} gives {', '.join(map(str, of_group))} to ranks {first} to {first + self.ep_size - 1}, "
-                    f"which exchange tokens (m6.training.ep_size {self.ep_size}) and need equal numbers"
+                    f"{text} gives {', '.join(map(str, of_group))} to ranks {first} to {first + size - 1} along dp, "
+                    f"which exchange tokens ({self._sizes}) and need equal numbers"
                 )
                 break
         uneven = [share for share in own if share % self.at_once]
@@ -197,16 +201,22 @@ class BatchSplit:
     def _too_few(self, number: int) -> str:
         if self.unit == 1:
             return f"it makes {number} micro-batches of {self.micro_batch_size}, fewer than the {self.ranks} ranks"
-        names = [
-            f"{name} {size}"
-            for name, size in (("m6.training.ep_size", self.ep_size), ("micro_batches_at_once", self.at_once))
-            if size > 1
-        ]
+        names = []
+        if self.neighbours > 1:
+            names.append(self._sizes if self.tensor_size == 1 else f"{self.neighbours} neighbours ({self._sizes})")
+        if self.at_once > 1:
+            names.append(f"micro_batches_at_once {self.at_once}")
         return (
             f"it makes {number} micro-batches of {self.micro_batch_size}; they come in {' x '.join(names)}"
             f"{'' if len(names) == 1 else f' = {self.unit}'}, and the {self.ranks} ranks need "
             f"{self.unit * self.groups} or more"
         )
+
+    @property
+    def _sizes(self) -> str:
+        """The settings that make ``neighbours``."""
+        groups = "" if self.tensor_size == 1 else f" with m6.parallel.tensor.num_ranks {self.tensor_size}"
+        return f"m6.training.ep_size {self.ep_size}{groups}"
 
     def _remedy(self, key: str, samples: int) -> str:
         """The nearest settings that work: shares, a smaller micro-batch, or a batch."""

@@ -11,7 +11,7 @@ from m6.architecture.received import PlacementName
 from m6.config.gradient_delay import FLUSHLESS
 from m6.config.pipeline import PipelineSettings, Schedule
 from m6.config.run import RunConfig
-from m6.config.shares import BatchSplit, exchange_neighbours
+from m6.config.shares import BatchSplit
 from m6.config.tensor import TensorSettings
 
 LayoutPlacement = PlacementName | Literal["megatron"]
@@ -100,9 +100,16 @@ class ParallelLayout:
         Args:
             equal_for: see ``BatchSplit``.
         """
-        neighbours = exchange_neighbours(self.ep_size * self.outer_parts, self.tp_size)
-        sizes = (self.micro_batch_size, self.dp_size, neighbours, self.micro_batches_at_once)
-        return BatchSplit(*sizes, self.shares or None, self.pipeline, equal_for)
+        return BatchSplit(
+            micro_batch_size=self.micro_batch_size,
+            ranks=self.dp_size,
+            ep_size=self.ep_size,
+            tensor_size=self.tp_size // self.outer_parts,
+            at_once=self.micro_batches_at_once,
+            stated=self.shares or None,
+            pipeline=self.pipeline,
+            equal_for=equal_for,
+        )
 
     def accumulation(self, global_batch: int) -> int:
         """Micro-batches of a step, of the rank with most of them; the global batch never changes."""

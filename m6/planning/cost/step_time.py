@@ -204,9 +204,9 @@ class TimeModel:
         The algorithm is Whale's. Shares stay equal where equal ones are best.
         """
         rows, split = self.config.deepspeed.train_batch_size, layout.batch_split()
-        if split.ranks % split.ep_size or any(split.refusals(rows)):  # forced sizes need not divide each other
+        if split.ranks % split.neighbours or any(split.refusals(rows)):  # forced sizes need not divide each other
             return layout
-        size = split.ep_size * layout.tp_size
+        size = split.neighbours * layout.tp_size
         types = self.cluster.nodes
         speeds = [1 / sum(self._on(nodes)._passes(layout).values()) for nodes in types]
         ends = list(itertools.accumulate(nodes.num_devices for nodes in types))

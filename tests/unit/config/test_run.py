@@ -194,7 +194,8 @@ FITTING = [
         {"train_batch_size": 16, "m6.parallel.shares": [4, 2, 2, 1], "m6.training.ep_size": 2},
         {"WORLD_SIZE": "4"},
         r"train_batch_size 16: \(1\) .* gives 4 ranks 9 micro-batches, but the step has 8; \(2\) .* gives 4, 2 to "
-        r"ranks 0 to 1, which exchange tokens .*; set m6.parallel.shares=\[3, 1\], or leave it out for 2 on each",
+        r"ranks 0 to 1 along dp, which exchange tokens .*; set m6.parallel.shares=\[3, 1\], or leave it out for 2 on "
+        r"each",
     ),
     ({"train_batch_size": 1}, {}, r"train_batch_size 1: .*try train_micro_batch_size_per_gpu 1, or train_batch_size 2"),
     ({"gradient_accumulation_steps": 3}, {}, r"gradient_accumulation_steps 3 contradicts .* = 4; leave it out"),

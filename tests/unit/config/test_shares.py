@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m6.config.pipeline import PipelineSettings
-from m6.config.shares import BatchSplit, exchange_neighbours, shortened
+from m6.config.shares import BatchSplit, shortened
 from m6.errors import UserError
 
 
@@ -20,6 +20,7 @@ from m6.errors import UserError
         (BatchSplit(2, 3), 16, (3, 3, 2)),
         (BatchSplit(2, 4, ep_size=2), 12, (2, 2, 1, 1)),
         (BatchSplit(2, 4, ep_size=2, at_once=2), 24, (4, 4, 2, 2)),
+        (BatchSplit(2, 4, ep_size=8, tensor_size=4), 12, (2, 2, 1, 1)),
         (BatchSplit(2, 2, stated=(5, 3)), 16, (5, 3)),
         (BatchSplit(2, 4, stated=(3, 1)), 16, (3, 3, 1, 1)),
         (BatchSplit(2, 2, stated=(5, 3)), 10, (3, 2)),  # a batch of a ramp
@@ -43,13 +44,25 @@ def test_the_shortest_list_has_the_same_shares():
 )
 def test_ranks_of_exchanges_that_overlap_have_equal_shares(ep_size: int, tensor_size: int, expected: int):
     """Each exchange is between ``ep_size`` neighbours of a stage; a brute search joins those that overlap."""
-    neighbours = exchange_neighbours(ep_size, tensor_size)
+    neighbours = BatchSplit(1, 2 * ep_size, ep_size, tensor_size).neighbours
     assert neighbours == expected
     group_of = {}  # along dp -> the first rank along dp of its exchanges
     for rank in range(2 * ep_size * tensor_size):
         first = rank // ep_size * ep_size // tensor_size
         group_of[rank // tensor_size] = min(group_of.get(first, first), group_of.get(rank // tensor_size, first))
     assert len(set(group_of.values())) == len(group_of) // neighbours
+
+
+def test_a_refusal_names_all_sizes_of_an_exchange():
+    split = BatchSplit(2, 4, ep_size=8, tensor_size=4, stated=(3, 1, 2, 2))
+    sizes = r"m6\.training\.ep_size 8 with m6\.parallel\.tensor\.num_ranks 4"
+    with pytest.raises(UserError, match=rf"gives 3, 1 to ranks 0 to 1 along dp, which exchange tokens \({sizes}\)"):
+        split.check("train_batch_size", 16)
+    with pytest.raises(UserError, match=rf"they come in 2 neighbours \({sizes}\), and the 4 ranks need 4 or more"):
+        replace(split, stated=None).check("train_batch_size", 4)
+    in_turns = replace(split, stated=None, at_once=3)
+    with pytest.raises(UserError, match=rf"2 neighbours \({sizes}\) x micro_batches_at_once 3 = 6, and the 4 ranks"):
+        in_turns.check("train_batch_size", 16)
 
 
 def test_the_advice_keeps_a_stated_accumulation():
@@ -62,13 +75,13 @@ def test_the_advice_keeps_a_stated_accumulation():
 
 @st.composite
 def splits(draw: st.DrawFn) -> tuple[BatchSplit, int]:
-    ep_size = draw(st.integers(1, 3))
-    ranks = ep_size * draw(st.integers(1, 3))
+    ep_size, tensor_size = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    ranks = BatchSplit(1, 1, ep_size, tensor_size).neighbours * draw(st.integers(1, 3))
     pipeline = PipelineSettings(num_ranks=2) if draw(st.booleans()) else None
     stated = draw(st.none() | st.lists(st.integers(1, 6), min_size=2, max_size=6).map(tuple))
     equal_for = draw(st.sampled_from([(), ("zero_optimization.stage 2 adds up gradients",)]))
     at_once = 1 if pipeline else draw(st.integers(1, 2))
-    split = BatchSplit(draw(st.integers(1, 3)), ranks, ep_size, at_once, stated, pipeline, equal_for)
+    split = BatchSplit(draw(st.integers(1, 3)), ranks, ep_size, tensor_size, at_once, stated, pipeline, equal_for)
     return split, draw(st.integers(1, 60))
 
 
@@ -96,7 +109,8 @@ def test_a_split_is_whole_or_its_advice_works(drawn: tuple[BatchSplit, int]):
     assert sum(shares) * split.micro_batch_size == samples
     assert min(shares) >= 1
     assert len(shares) == split.ranks
-    groups = [shares[first : first + split.ep_size] for first in range(0, split.ranks, split.ep_size)]
+    size = split.neighbours
+    groups = [shares[first : first + size] for first in range(0, split.ranks, size)]
     assert all(len(set(group)) == 1 for group in groups)
     assert all(share % split.at_once == 0 for share in shares)
     if split.stated is None:
