@@ -17,9 +17,7 @@ Schedule = Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv",
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 V_SCHEDULES = ("zbv", "dualpipev")
 ONE_STAGE: Schedule = "1f1b"
-"""The only schedule with one stage on each rank, and that of a pipeline without a flush."""
-SLICED: Schedule = "1f1b"
-"""The schedule that runs slices."""
+"""The only schedule with one stage on each rank. Slices, and pipelines without a flush, need it."""
 
 
 class PipelineSettings(Section):

@@ -6,8 +6,7 @@ from m6.architecture.settings import ModelSettings
 from m6.config.batch_ramp import BatchSizes
 from m6.config.deepspeed import DeepSpeedSettings
 from m6.config.elastic import FIXED_SUMS, ElasticSettings
-from m6.config.gradient_delay import GradientDelaySettings
-from m6.config.sections import LoraSettings, M6Settings, PseudoToRealSettings, ScheduleSettings
+from m6.config.sections import GradientDelaySettings, LoraSettings, M6Settings, PseudoToRealSettings, ScheduleSettings
 from m6.data.objectives import OBJECTIVES, reads_codes
 from m6.errors import UserError
 

@@ -12,7 +12,6 @@ from m6.architecture.sharing import PARTS, SharedPart, Sharing
 from m6.config.batch_ramp import BatchRampStage
 from m6.config.communication import CommunicationSettings
 from m6.config.elastic import ElasticSettings
-from m6.config.gradient_delay import GradientDelaySettings
 from m6.config.offload import OffloadSettings
 from m6.config.pipeline import ParallelSettings
 from m6.data.settings import DataSettings, ObjectivesSettings
@@ -166,6 +165,16 @@ class LoraSettings(Section):
         ["attention"],
         min_length=1,
         description="matrices with adapters: of attention, dense feed-forwards, experts (without the shared ones)",
+    )
+
+
+class GradientDelaySettings(Section):
+    """Uses each gradient one step late: W(t+1) = W(t) - lr u(g(W(t-1))) (PipeDream-2BW, arXiv 2006.09503). The host
+    then updates offloaded experts beside a whole step, and a pipeline goes on from step to step without a flush. It
+    changes what is learned."""
+
+    accept_loss: bool = Field(
+        False, description="train although the optimizer learns worse with the delay: AdamW, LAMB, LARS, SGD"
     )
 
 

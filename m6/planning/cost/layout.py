@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from m6.architecture.received import PlacementName
-from m6.config.gradient_delay import FLUSHLESS
-from m6.config.pipeline import PipelineSettings, Schedule
+from m6.config.pipeline import ONE_STAGE, PipelineSettings, Schedule
 from m6.config.run import RunConfig
 from m6.config.shares import BatchSplit
 from m6.config.tensor import TensorSettings
@@ -139,7 +138,7 @@ class ParallelLayout:
 
 def is_flushless(config: RunConfig, layout: ParallelLayout) -> bool:
     """Whether the layout's pipeline goes on from step to step without a flush: ``is_flushless`` of its JSON."""
-    return config.m6.gradient_delay is not None and layout.pp_size > 1 and layout.schedule == FLUSHLESS
+    return config.m6.gradient_delay is not None and layout.pp_size > 1 and layout.schedule == ONE_STAGE
 
 
 @functools.lru_cache(maxsize=4096)

@@ -20,9 +20,9 @@ from m6.architecture.received import (
 )
 from m6.config.combinations import SLICES, Run, refusals
 from m6.config.communication import CommunicationSettings
-from m6.config.gradient_delay import FLUSHLESS, GradientDelaySettings
-from m6.config.pipeline import SLICED, ParallelSettings, PipelineSettings
+from m6.config.pipeline import ONE_STAGE, ParallelSettings, PipelineSettings
 from m6.config.pipeline_checks import check_slices
+from m6.config.sections import GradientDelaySettings
 from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout, is_flushless
 from m6.planning.cost.slices import slice_tokens, slice_work
@@ -119,7 +119,7 @@ def flushless_line(planner: Planner, best: PricedLayout, pipeline: PricedLayout)
         pipeline: the fastest with a flush after each step.
     """
     text = "- Pipelines without a flush between steps, whose gradients are one step late (PipeDream-2BW)"
-    layout = replace(pipeline.layout, schedule=FLUSHLESS, cut=())
+    layout = replace(pipeline.layout, schedule=ONE_STAGE, cut=())
     names = ("schedule", "tp_size", "placement", "offload_optimizer", "offload_params", "stream_experts")
     kept = {name: value for name, value in planner.forced.items() if name != "cut"}
     forced = kept | {name: getattr(layout, name) for name in names}
@@ -260,7 +260,7 @@ def _comparison(best: PricedLayout, other: PricedLayout) -> str:
 
 def _slices_refusal(planner: Planner) -> str:
     """The settings of the run that exclude slices; empty if there are none."""
-    config, pipeline = planner.config, PipelineSettings(num_ranks=2, schedule=SLICED, slices="auto")
+    config, pipeline = planner.config, PipelineSettings(num_ranks=2, schedule=ONE_STAGE, slices="auto")
     sliced = config.m6.model_copy(update={"parallel": ParallelSettings(pipeline=pipeline)})
     found = [each.reason for each in refusals(Run(sliced, config.deepspeed, config.model)) if SLICES in each.pair]
     try:
@@ -272,13 +272,13 @@ def _slices_refusal(planner: Planner) -> str:
 
 def _slice_line(planner: Planner, found: PricedLayout) -> str:
     """Compares slices of rows, in their schedule, with the fastest pipeline."""
-    plain = planner.evaluate(replace(found.layout, schedule=SLICED, cut=()))
+    plain = planner.evaluate(replace(found.layout, schedule=ONE_STAGE, cut=()))
     micro_batches = found.layout.accumulation(planner.config.deepspeed.train_batch_size)
     text = f"- Token slices (TeraPipe, Seq1F1B) with {micro_batches} micro-batches in a step"
     if refusal := _slices_refusal(planner):
         return f"{text}: {refusal}."
     if isinstance(plain, Rejection):
-        return f'{text}: "schedule": "{SLICED}", which runs them: {plain.reason}.'
+        return f'{text}: "schedule": "{ONE_STAGE}", which runs them: {plain.reason}.'
     length = planner.config.m6.data.sequence_length
     whole = (plain.time.compute + plain.time.exchange) / micro_batches
     # Every slice launches all operators again.
@@ -299,7 +299,7 @@ def _slice_line(planner: Planner, found: PricedLayout) -> str:
         return f"{text}: rows that may be cut anywhere would not be faster than the fastest pipeline."
     held = (plain.layout.pp_size + slices - 1) / slices
     return (
-        f'{text}: with "schedule": "{SLICED}", "slices": {slices} rows that may be cut anywhere, such as those of '
+        f'{text}: with "schedule": "{ONE_STAGE}", "slices": {slices} rows that may be cut anywhere, such as those of '
         f"language modelling, would take {change:+.1%} of the time of the fastest pipeline, with activations of "
         f"{held:.3g} micro-batches on its first rank. Pictures and sources cannot be cut."
     )

@@ -10,7 +10,7 @@ from m6.architecture.received import PLACEMENTS
 from m6.config.checks import check_world_size
 from m6.config.combinations import ZERO_KEYS
 from m6.config.deepspeed_ignored import without_ignored
-from m6.config.pipeline import SCHEDULES, SLICED
+from m6.config.pipeline import ONE_STAGE, SCHEDULES
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError, nearest
 from m6.planning.cost.layout import DIMENSIONS, ParallelLayout
@@ -84,7 +84,7 @@ def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
         document["m6"].setdefault("parallel", {})["tensor"] = layout.tensor.model_dump()
     if layout.pipeline is not None:
         section = layout.pipeline.model_dump(exclude_none=True)
-        if config.pipeline is not None and config.pipeline.slices is not None and layout.schedule == SLICED:
+        if config.pipeline is not None and config.pipeline.slices is not None and layout.schedule == ONE_STAGE:
             section["slices"] = config.pipeline.slices
         document["m6"].setdefault("parallel", {})["pipeline"] = section
     training = document["m6"]["training"]

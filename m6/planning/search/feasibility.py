@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from m6.config.combinations import Run, needs_of_equal_shares
-from m6.config.pipeline import SLICED, PipelineSettings
+from m6.config.pipeline import ONE_STAGE, PipelineSettings
 from m6.config.pipeline_checks import check_sharing, cut_between_groups
 from m6.config.run import RunConfig
 from m6.errors import UserError
@@ -160,7 +160,7 @@ def _refused_tensor(config: RunConfig, layout: ParallelLayout) -> str | None:
 def _refused_pipeline(
     layout: ParallelLayout, settings: PipelineSettings, config: RunConfig, numbers: list[int]
 ) -> str | None:
-    if config.pipeline is not None and settings.schedule == SLICED:
+    if config.pipeline is not None and settings.schedule == ONE_STAGE:
         settings = settings.model_copy(update={"slices": config.pipeline.slices})  # as the layout's JSON has them
     try:
         settings.check_cut(config.model.num_layers)

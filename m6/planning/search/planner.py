@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from m6.architecture.received import PLACEMENTS, PlacementName
 from m6.architecture.sharing import Sharing
-from m6.config.gradient_delay import FLUSHLESS
-from m6.config.pipeline import Schedule
+from m6.config.pipeline import ONE_STAGE, Schedule
 from m6.config.run import RunConfig
 from m6.config.tensor import TensorSettings
 from m6.errors import UserError
@@ -104,7 +103,7 @@ class Planner:
         world, rows = self.cluster.num_devices, self.config.deepspeed.train_batch_size
         experts = 1 if self.config.m6.moe is None else self.config.model.moe_config().num_experts
         layers, own = self.config.model.num_layers, (self.config.tensor_size, self.config.pipeline_size)
-        schedules = SEARCHED if self.config.m6.gradient_delay is None else (FLUSHLESS,)  # others are refused
+        schedules = SEARCHED if self.config.m6.gradient_delay is None else (ONE_STAGE,)  # others are refused
         for (tp_size, placement), pp_size in itertools.product(
             self._tensor_groups(), self._values("pp_size", (size for size in divisors(world) if size <= layers))
         ):
