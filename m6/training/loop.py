@@ -24,7 +24,7 @@ from m6.data.pretraining import MicroBatch
 from m6.errors import StorageError
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.profile import Profile
-from m6.planning.prediction import outcome_line
+from m6.planning.prediction import announce, describe_memory, outcome_line, predict_memory
 from m6.runs.attestation import attest, check_shared
 from m6.runs.data import check_sources_unchanged, keep_captions, keep_sources, open_data
 from m6.runs.directory import SAMPLES, RunDirectory
@@ -38,9 +38,9 @@ from m6.training.evaluation import evaluate
 from m6.training.faults import Fault, PassingFault, end
 from m6.training.flushless_step import FlushlessTrainStep
 from m6.training.mesh import ParallelDims
+from m6.training.meta_model import count_trained
 from m6.training.offloading.experts import naming_the_budget
 from m6.training.replicas import find_difference
-from m6.training.reporting.announcement import announcements
 from m6.training.reporting.console import Console
 from m6.training.reporting.experts import UnroutedTokens, reports_loads
 from m6.training.reporting.interval import IntervalReport
@@ -119,7 +119,9 @@ class Trainer:
         """
         self._resume()
         self._check_replicas()
-        self._announce()
+        if self.runtime.is_main:
+            for text in self._announcements():
+                self._print(text)
         total = self.settings.training.total_steps
         report, times = IntervalReport(self.config, self.runtime), RankTimes(self.runtime)
         batches = self._batches()
@@ -302,14 +304,32 @@ class Trainer:
         self.stage_metrics.record_delinking(time.perf_counter() - begin)
         self._print(f"delinked {self.run.root} at step {self.step}: training continues with the Real model")
 
-    def _announce(self) -> None:
-        """Prints the predicted memory and time of the run, based on a few of its micro-batches; with LoRA its size."""
-        if self.runtime.is_main:
-            shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
-            stages, memory_map = self.stage.stages_ahead(), self.engine.memory_map()
-            arguments = (self.run.root, self.runtime.world_size, shape, stages, memory_map, self.profile)
-            for text in announcements(self.config, *arguments):
-                self._print(text)
+    def _announcements(self) -> Iterator[str]:
+        """Yields how the run is divided over ranks, and its predicted memory and time.
+
+        The prediction is based on a few of its micro-batches. For LoRA the numbers of trained and frozen parameters
+        take its place.
+        """
+        config, ranks = self.config, self.runtime.world_size
+        if config.pipeline is not None:
+            yield config.pipeline.describe(config.model.num_layers)
+        if config.tensor is not None:
+            yield config.tensor.describe()
+        if shares := config.batch_split(ranks).describe(config.deepspeed.train_batch_size):
+            yield shares
+        if config.m6.lora is not None:
+            trained, total = count_trained(config)
+            yield (
+                f"LoRA of {', '.join(config.m6.lora.targets)}: trains {trained:,} parameters beside {total:,} frozen "
+                "ones; memory and time are not predicted, because the planner knows no adapters"
+            )
+            return
+        shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
+        for name, sharing in self.stage.stages_ahead():
+            yield f"{name}{describe_memory(predict_memory(config, ranks, shape, sharing))}"
+        if memory_map := self.engine.memory_map():
+            yield memory_map
+        yield announce(self.run.root, config, ranks, shape, self.profile)
 
     def _replan_offloading(self) -> None:
         """Plans the offloading of experts again after the first steps of an attempt, from their measurements."""
