@@ -1,12 +1,12 @@
 """Ranks with the same tokens: each sends a part of them to the experts, and an all-gather collects the outputs."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe.custom_gradient import custom_gradient, same
 from moe.dispatch import Dispatcher, Trip
 from moe.experts import Experts
 from moe.routing import Routing
@@ -42,19 +42,24 @@ class SharedTokensDispatcher:
         part = _Part.of(len(tokens), self.group)
         own = self.inner(*self._own(tokens, routing, part), experts)
         added = None if beside is None else beside(tokens)
-        output: Tensor = _Gathered.apply(own, part)
+        output = part.gathered(own)
         return output if added is None else output + added
 
     def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> Trip:
         """See ``Dispatcher``."""
         part = _Part.of(len(tokens), self.group)
         own = yield from self.inner.trip(*self._own(tokens, routing, part), experts)
-        output: Tensor = _Gathered.apply(own, part)
-        return output
+        return part.gathered(own)
 
     def _own(self, tokens: Tensor, routing: Routing, part: "_Part") -> tuple[Tensor, Routing]:
-        gates: Tensor = _SumOfGradients.apply(routing.gates, self.group)
-        return _Taken.apply(tokens, part), pairs_of_tokens(routing._replace(gates=gates), part.begin, part.end)
+        # All ranks have the gates, and each uses a part of them.
+        gates = custom_gradient(routing.gates, same, self._sum)
+        return part.taken(tokens), pairs_of_tokens(routing._replace(gates=gates), part.begin, part.end)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        total = values.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=self.group)
+        return total
 
 
 def pairs_of_tokens(routing: Routing, begin: int, end: int) -> Routing:
@@ -87,51 +92,17 @@ class _Part:
     def of(cls, num_tokens: int, group: ProcessGroup) -> "_Part":
         return cls(num_tokens, group, torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
 
-    def gather(self, rows: Tensor) -> Tensor:
-        """Returns the rows [T, D] of all ranks."""
+    def taken(self, rows: Tensor) -> Tensor:
+        """Returns this rank's part of the rows of all ranks. The backward pass gathers the gradients of all parts."""
+        return custom_gradient(rows, lambda rows: rows[self.begin : self.end].clone(), self._gather)
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Returns the rows [T, D] of all parts. All ranks compute the same from them, and have the same gradients."""
+        return custom_gradient(rows, self._gather, lambda rows: rows[self.begin : self.end].contiguous())
+
+    def _gather(self, rows: Tensor) -> Tensor:
         padded = rows.new_zeros(self._longest, *rows.shape[1:])
         padded[: len(rows)] = rows
         found = rows.new_empty(self.num_ranks * self._longest, *rows.shape[1:])
         torch.distributed.all_gather_single(found, padded, group=self._group)
         return found[: self.num_tokens]
-
-
-class _Taken(torch.autograd.Function):
-    """Takes this rank's part of rows common to all ranks. The backward pass gathers the gradients of all parts."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, part: _Part) -> Tensor:
-        ctx.part = part
-        return rows[part.begin : part.end].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.part.gather(grads[0]), None
-
-
-class _Gathered(torch.autograd.Function):
-    """Gathers the rows of all parts. All ranks compute the same from them, so each rank already has its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, part: _Part) -> Tensor:
-        ctx.part = part
-        return part.gather(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0][ctx.part.begin : ctx.part.end].contiguous(), None
-
-
-class _SumOfGradients(torch.autograd.Function):
-    """Returns values common to all ranks. Each rank uses a part of them; the backward pass sums over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        torch.distributed.all_reduce(total, group=ctx.group)
-        return total, None

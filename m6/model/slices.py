@@ -6,13 +6,13 @@ After TeraPipe (arXiv 2102.07988) and Seq1F1B (arXiv 2406.03488). Their causal r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from m6.architecture.special_tokens import TARGET
 from moe import TokenPart, TokenParts
+from moe.custom_gradient import custom_gradient
 
 
 def legal_cuts(token_type_ids: Tensor, sample_ids: Tensor) -> list[int]:
@@ -72,11 +72,10 @@ class SliceKeys:
         return self._routed.setdefault(layer_index, TokenParts(self._num_tokens, self._samples))
 
     def join(self, part: int, layer_index: int, new: Tensor, begin: int) -> Tensor:
-        """Appends keys (part 0) or values (part 1) of a slice to the earlier ones; see ``_Join``."""
+        """Appends keys (part 0) or values (part 1) of a slice to the earlier ones; see ``_Sequence``."""
         if (part, layer_index) not in self._parts:
             self._parts[part, layer_index] = _Sequence(new, self._length)
-        joined: Tensor = _Join.apply(new, self._parts[part, layer_index], begin)
-        return joined
+        return self._parts[part, layer_index].join(new, begin)
 
 
 class SliceCache:
@@ -105,6 +104,9 @@ class _Sequence:
 
     Slices share one tensor. For n equal slices, separate copies of all keys up to the end of each slice would take
     (n + 1) / 2 times its memory.
+
+    Later slices read the part of a slice, but not through autograd. Their backward passes come first and add their
+    gradients to the sequence, so the backward pass of the slice gets the whole sum.
     """
 
     def __init__(self, new: Tensor, length: int) -> None:
@@ -112,15 +114,20 @@ class _Sequence:
         self._gradient: Tensor | None = None
         self._left = 0  # tokens without complete gradients
 
-    def extend(self, new: Tensor, begin: int) -> Tensor:
-        """Writes [B, H, T, size] at ``begin``, and returns all up to the end of it."""
+    def join(self, new: Tensor, begin: int) -> Tensor:
+        """Writes [B, H, T, size] at ``begin``, and returns all up to the end of it, [B, H, begin + T, size]."""
+        return custom_gradient(
+            new, lambda new: self._extend(new, begin), lambda gradient: self._collect(gradient, begin)
+        )
+
+    def _extend(self, new: Tensor, begin: int) -> Tensor:
         end = begin + new.shape[2]
         self._left = max(self._left, end)
         # ``data``, since autograd refuses saved tensors after a write. Earlier slices do not read the new part.
         self._values.data[:, :, begin:end] = new
         return self._values.data[:, :, :end]
 
-    def collect(self, gradient: Tensor, begin: int) -> Tensor:
+    def _collect(self, gradient: Tensor, begin: int) -> Tensor:
         """Adds a slice's gradients of its own and of earlier parts, and returns the gradient of its own part."""
         end = gradient.shape[2]
         assert end == self._left, "the backward pass of a slice came before that of the next one"
@@ -134,22 +141,3 @@ class _Sequence:
             self._gradient = None
             self._values = self._values.new_empty(0)
         return own
-
-
-class _Join(torch.autograd.Function):
-    """Appends a slice's part to a sequence.
-
-    Later slices read this slice's part, but not through autograd. Their backward passes come first and add their
-    gradients to the sequence, so the backward pass of this slice gets the whole sum.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, new: Tensor, sequence: _Sequence, begin: int) -> Tensor:
-        """Maps [B, H, T, size] to [B, H, begin + T, size]."""
-        ctx.sequence, ctx.begin = sequence, begin
-        return sequence.extend(new, begin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Returns the gradient of ``new``."""
-        return ctx.sequence.collect(grads[0], ctx.begin), None, None

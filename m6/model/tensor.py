@@ -25,6 +25,7 @@ from m6.architecture.received import AXES, PlacementName, side
 from m6.architecture.settings import ModelSettings
 from m6.model.blocks import DenseFFN, M6Block
 from moe.activations import ACTIVATIONS
+from moe.custom_gradient import custom_gradient, same
 from moe.experts import SharedExperts
 
 OwnGroup = Callable[[Sequence[Sequence[int]]], dist.ProcessGroup | None]
@@ -357,8 +358,21 @@ class DividedLinear(_Divided):
         outputs = self._product(inputs.flatten(0, -2), self.weight, self._grid)
         bias = self.bias
         if len(self._grid.shape) > 1:
-            bias = _PartOfBias.apply(bias, self._product.outputs, self._grid)
+            # The part for this rank's columns; the gradient is the sum over all rows.
+            bias = custom_gradient(bias, self._part_of_bias, self._sum_of_parts)
         return (outputs + bias.to(outputs.dtype)).unflatten(0, inputs.shape[:-1])
+
+    def _part_of_bias(self, bias: Tensor) -> Tensor:
+        return self._columns.part(bias[None], self._grid)[0].clone()
+
+    def _sum_of_parts(self, part: Tensor) -> Tensor:
+        whole = part.new_zeros(1, len(self.bias))
+        self._columns.part(whole, self._grid)[0].copy_(part)
+        return self._grid.sum(whole)[0]
+
+    @property
+    def _columns(self) -> Division:
+        return Division(columns=self._product.outputs.columns)
 
     def _of_weight(self, whole: Tensor, place: int) -> Tensor:
         parts = whole.unflatten(0, (self._stacked, -1)).transpose(1, 2)
@@ -381,15 +395,22 @@ class DividedFFN(DenseFFN):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Maps [..., D] to [..., D], replicated on all ranks."""
-        inputs = self._placement.first.inputs
+        grid, inputs, outputs = self._grid, self._placement.first.inputs, self._placement.second.outputs
         if not inputs.rows:
             return super().forward(hidden_states)
         tokens = hidden_states.flatten(0, -2)
         # Pad with rows of zeros to a multiple of the blocks.
-        blocks = math.prod(self._grid.shape[axis] for axis in inputs.rows)
+        blocks = math.prod(grid.shape[axis] for axis in inputs.rows)
         padded = F.pad(tokens, (0, 0, 0, -len(tokens) % blocks))
-        part = super().forward(_Part.apply(padded, inputs, self._grid))
-        whole = _Whole.apply(part, self._placement.second.outputs, self._grid)
+        own = custom_gradient(
+            padded, lambda whole: inputs.part(whole, grid).contiguous(), lambda part: inputs.whole(part, grid)
+        )
+        # Later computation is replicated, so each rank already has the gradient of its part.
+        whole = custom_gradient(
+            super().forward(own),
+            lambda part: outputs.whole(part, grid),
+            lambda whole: outputs.part(whole, grid).contiguous(),
+        )
         return whole[: len(tokens)].view_as(hidden_states)
 
 
@@ -422,10 +443,12 @@ class DividedSharedExperts(_Divided, SharedExperts):
         self._mark()
 
     def _inner(self, tokens: Tensor) -> Tensor:
-        return super()._inner(_Shared.apply(tokens, self._grid))
+        # All ranks have the tokens, and each computes a part of the outputs.
+        return super()._inner(custom_gradient(tokens, same, self._grid.sum))
 
     def _outer(self, hidden: Tensor) -> Tensor:
-        output: Tensor = _Sum.apply(F.linear(hidden, self.w_out), self._grid)
+        # All ranks compute the same from the sum, so each already has its gradient.
+        output = custom_gradient(F.linear(hidden, self.w_out), self._grid.sum, same)
         return output if self.b_out is None else output + self.b_out.to(output.dtype)
 
     def _of_inputs(self, whole: Tensor, place: int) -> Tensor:
@@ -433,69 +456,3 @@ class DividedSharedExperts(_Divided, SharedExperts):
 
     def _of_outputs(self, whole: Tensor, place: int) -> Tensor:
         return whole.unflatten(1, (self._grid.num_ranks, -1)).select(1, place)
-
-
-class _Shared(torch.autograd.Function):
-    """What all ranks have, and of which each computes a part of the outputs; the gradient is the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, grid: Grid) -> Tensor:
-        ctx.grid = grid
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.grid.sum(grads[0]), None
-
-
-class _Sum(torch.autograd.Function):
-    """The sum of what the ranks computed. All of them compute the same of it, so that each has its gradient already."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, grid: Grid) -> Tensor:
-        return grid.sum(partial)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _Part(torch.autograd.Function):
-    """This rank's part of a replicated matrix. The backward pass gathers the gradients of all parts."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, division: Division, grid: Grid) -> Tensor:
-        ctx.division, ctx.grid = division, grid
-        return division.part(whole, grid).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.division.whole(grads[0], ctx.grid), None, None
-
-
-class _Whole(torch.autograd.Function):
-    """The matrix of all parts. Later computation is replicated, so each rank already has the gradient of its part."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, division: Division, grid: Grid) -> Tensor:
-        ctx.division, ctx.grid = division, grid
-        return division.whole(part, grid)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.division.part(grads[0], ctx.grid).contiguous(), None, None
-
-
-class _PartOfBias(torch.autograd.Function):
-    """The part of a bias for this rank's columns; the gradient is the sum over all rows."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, outputs: Division, grid: Grid) -> Tensor:
-        ctx.columns, ctx.grid, ctx.size = Division(columns=outputs.columns), grid, len(bias)
-        return ctx.columns.part(bias[None], grid)[0].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        whole = grads[0].new_zeros(1, ctx.size)
-        ctx.columns.part(whole, ctx.grid)[0].copy_(grads[0])
-        return ctx.grid.sum(whole)[0], None, None

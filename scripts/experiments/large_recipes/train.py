@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -42,6 +43,7 @@ from m6.runs.processes import Runtime, start
 from m6.training.loop import Trainer
 from moe import MoELayer
 from moe.config import Payload
+from moe.custom_gradient import custom_gradient
 from moe.dispatch import LocalDispatcher
 from moe.experts import Experts
 from moe.payload import CODECS, Codec
@@ -84,18 +86,8 @@ class Case:
     base: int = STEPS
 
 
-class _Rounded(torch.autograd.Function):
-    """Rows as one codec leaves them; their gradients as another one does."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, forward: Codec, backward: Codec) -> Tensor:
-        ctx.codec = backward
-        return forward.decode(forward.encode(rows), rows.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = gradients
-        return ctx.codec.decode(ctx.codec.encode(gradient), gradient.dtype), None, None
+def _rounded(codec: Codec, rows: Tensor) -> Tensor:
+    return codec.decode(codec.encode(rows), rows.dtype)
 
 
 class RoundingDispatcher(LocalDispatcher):
@@ -106,7 +98,7 @@ class RoundingDispatcher(LocalDispatcher):
 
     def __init__(self, payload: Payload) -> None:
         super().__init__()
-        self.to_experts, self.back = CODECS[payload]
+        self._to_experts, self._back = (functools.partial(_rounded, codec) for codec in CODECS[payload])
 
     def __call__(
         self,
@@ -116,9 +108,9 @@ class RoundingDispatcher(LocalDispatcher):
         beside: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """See ``Dispatcher``."""
-        rounded = _Rounded.apply(tokens, self.to_experts, self.back)
+        rounded = custom_gradient(tokens, self._to_experts, self._back)
         output = super().__call__(rounded, routing, experts, beside)
-        return _Rounded.apply(output, self.back, self.to_experts)
+        return custom_gradient(output, self._back, self._to_experts)
 
 
 class MiniatureTrainer(Trainer):
