@@ -13,6 +13,7 @@ from torch import Tensor
 
 from m6.checkpoints.comparison import compare, open_step
 from m6.config.sum_tree import TreeShape
+from m6.training.engine import tree_gradients
 from m6.training.engine.tree_sum import sum_over_ranks
 from m6.training.mesh import Mesh, ParallelDims
 from m6.training.reporting.sums import sum_of_all
@@ -28,12 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("any_world")
 
 
-def trained(folder: Path, name: str, worlds: Worlds, ep_size: int = 1, **changes: Any) -> Path:
-    """A run over these attempts."""
+def trained(folder: Path, name: str, worlds: Worlds, ep_size: int = 1, by_nodes: bool = False, **changes: Any) -> Path:
+    """A run over these attempts; ``by_nodes``: all of whose sums are by nodes first."""
     root = folder / name
     for ranks, stage, stop_at in worlds:
         document = layout(folder, ranks, stage, ep_size, m6__training__deterministic="any_world", **changes)
-        run_distributed(train_in_any_precision, ranks, document, str(root), stop_at)
+        function = train_by_nodes if by_nodes else train_in_any_precision
+        run_distributed(function, ranks, document, str(root), stop_at)
     return root
 
 
@@ -42,6 +44,15 @@ def train_in_any_precision(*arguments: Any) -> None:
 
     CPU_Accelerator.is_fp16_supported = lambda self: True  # type: ignore[method-assign]
     train(*arguments)
+
+
+def train_by_nodes(*arguments: Any) -> None:
+    def checked(branches: Any, shape: Any, group: Any, device: Any, nodes: Any = None) -> list[Tensor]:
+        assert nodes is not None
+        return sum_over_ranks(branches, shape, group, device, nodes)
+
+    with mock.patch.object(tree_gradients, "sum_over_ranks", checked):
+        train_in_any_precision(*arguments)
 
 
 def assert_equal_to_the_bit(run: Path, reference: Path) -> None:
@@ -203,4 +214,4 @@ def test_sums_of_nodes_first_send_fewer_bytes_between_nodes() -> None:
 def test_nodes_do_not_change_the_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = trained(folder, "without nodes", [(1, 0, None)])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert_equal_to_the_bit(trained(folder, "two nodes", [(4, 1, 2), (4, 0, None)]), alone)
+    assert_equal_to_the_bit(trained(folder, "two nodes", [(4, 1, 2), (4, 0, None)], by_nodes=True), alone)

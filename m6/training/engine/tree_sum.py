@@ -58,8 +58,8 @@ def sum_over_ranks(
     all-reduce would not do: its order of additions depends on the number of ranks.
 
     With ``nodes`` the ranks of a node first add up the branches that lie in the node. Between nodes a rank then sends
-    and receives the sums of the node's branches, of its chunk alone. L ranks on each node with one branch, in a part
-    that is a branch as well, send 1 / L of the bytes of one exchange between nodes.
+    and receives the sums of the node's branches, of its chunk alone. In a tree of one column, nodes of L ranks with one
+    branch each, which add up to one branch, send 1 / L of the bytes of one exchange between nodes.
 
     Args:
         branches: of this rank, each with fp32 tensors of equal shapes on all ranks.
