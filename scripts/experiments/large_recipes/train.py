@@ -136,13 +136,14 @@ def document_of(case: Case, steps: int, data: Path, device: str) -> Document:
 
 
 def days(recipe: str, variant: str) -> float:
-    """Days of the full size by its plan, kept in prices.json until the configuration changes."""
+    """Days of the full size by its plan, kept in prices.json until the JSON of the recipe or the variant changes."""
     full = changed(recipe, variant)
+    own = _digest(full)
     cluster, world = RECIPES[recipe].cluster, RECIPES[recipe].devices
     prices: dict[str, Any] = json.loads(PRICES.read_text(encoding="utf-8")) if PRICES.exists() else {}
     name = f"{recipe}, {variant}"
     known = prices.get(name)
-    if known is not None and known["digest"] == digest(recipe):
+    if known is not None and known["digest"] == own:
         return known["days"]
     planner = Planner(parse_config(full), load_cluster(Path(cluster)).scaled(world))
     stages = training_stages(planner)
@@ -151,14 +152,17 @@ def days(recipe: str, variant: str) -> float:
         raise UserError(f"{name}: no layout fits {world} devices of {cluster}")
     booked = [book_stage(stage, result.best, 24 * 60) for stage, result in zip(stages, results, strict=True)]
     price = round(sum(stage.steps * stage.step_s for stage in booked) / 86400, 4)
-    prices[name] = {"digest": digest(recipe), "cluster": cluster, "devices": world, "days": price}
+    prices[name] = {"digest": own, "cluster": cluster, "devices": world, "days": price}
     write_json(PRICES, dict(sorted(prices.items())))
     return price
 
 
 def run_name(case: Case, steps: int, device: str) -> str:
     """Names what a case trains: equal miniatures of several recipes or variants are one run."""
-    document = document_of(case, steps, Path("data"), device)
+    return _digest(document_of(case, steps, Path("data"), device))
+
+
+def _digest(document: Document) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:12]
 
 

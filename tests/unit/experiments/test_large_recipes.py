@@ -1,7 +1,9 @@
 """The miniatures are the shipped configurations but for widths and counts, and their results are of today's JSONs."""
 
 import copy
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,6 +158,20 @@ def test_a_change_of_the_json_makes_results_old(monkeypatch, section: str, key: 
     assert digest("m6_10t") != before
     row = {"recipe": "m6_10t", "digest": before}
     assert [row] != current([row])
+
+
+def test_a_price_is_kept_until_its_variant_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def asked(*_: object) -> None:
+        raise LookupError
+
+    monkeypatch.setattr(train, "PRICES", tmp_path / "prices.json")
+    monkeypatch.setattr(train, "Planner", asked)
+    price = {"digest": train._digest(changed("m6_10b", "dense")), "days": 5.0}
+    train.PRICES.write_text(json.dumps({"m6_10b, dense": price}))
+    assert train.days("m6_10b", "dense") == 5.0
+    monkeypatch.setitem(rules.ALL, "dense", rules.ALL["none"])
+    with pytest.raises(LookupError):
+        train.days("m6_10b", "dense")
 
 
 def test_results_are_of_the_shipped_configurations():
