@@ -356,7 +356,7 @@ class DividedLinear(_Divided):
     def forward(self, inputs: Tensor) -> Tensor:
         """Maps this rank's part of the inputs, [..., P], to its part of the outputs, [..., Q]."""
         outputs = self._product(inputs.flatten(0, -2), self.weight, self._grid)
-        bias = self.bias
+        bias: Tensor = self.bias
         if len(self._grid.shape) > 1:
             # The part for this rank's columns; the gradient is the sum over all rows.
             bias = custom_gradient(bias, self._part_of_bias, self._sum_of_parts)
