@@ -1,6 +1,6 @@
-"""The recommended configurations on 64 to 512 of today's devices: ``python -m m6.plots.todays_clusters``.
+"""The recommended configurations from ten billion parameters on, with 64 to 512 of today's devices.
 
-It writes a page and a plot.
+``python -m m6.plots.todays_clusters`` writes a page and a plot.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def page_of(plans: Plans) -> str:
 
 ## Today's clusters
 
-Written by `python -m m6.plots.todays_clusters`: the recommended configurations with the samples, steps and precision of
-their JSONs. Times are of uncalibrated plans, with their range: nothing of the kind ran. Utilization counts what is
-computed, of the peak in 16 bits. `m6 plan m6_10b --cluster h200_x128 --world 64 --out FOLDER` writes the JSON and the
-job of such a row.
+Written by `python -m m6.plots.todays_clusters`: the recommended configurations from ten billion parameters on, with the
+samples, steps and precision of their JSONs. Times are of uncalibrated plans, with their range: nothing of the kind ran.
+Utilization counts what is computed, of the peak in 16 bits. `m6 plan m6_10b --cluster h200_x128 --world 64 --out FOLDER`
+writes the JSON and the job of such a row.
 
 {table}
 
