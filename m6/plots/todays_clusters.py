@@ -85,8 +85,8 @@ def page_of(plans: Plans) -> str:
 
 Written by `python -m m6.plots.todays_clusters`: the recommended configurations from ten billion parameters on, with the
 samples, steps and precision of their JSONs. Times are of uncalibrated plans, with their range: nothing of the kind ran.
-Utilization counts what is computed, of the peak in 16 bits. `m6 plan m6_10b --cluster h200_x128 --world 64 --out FOLDER`
-writes the JSON and the job of such a row.
+Utilization counts what is computed, of the peak in 16 bits.
+`m6 plan m6_10b --cluster h200_x128 --world 64 --out FOLDER` writes the JSON and the job of such a row.
 
 {table}
 
