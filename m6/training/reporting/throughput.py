@@ -7,6 +7,7 @@ import torch
 
 from m6.architecture.settings import ModelSettings
 from m6.model.parameters import num_parameters
+from m6.model.patch_encoders import patch_products
 from offload import CudaDevice
 
 # Peak FLOP/s of dense 16-bit matrix products by the vendors' data sheets; the key is a part of the device's name.
@@ -38,8 +39,7 @@ def training_flops(
     """Returns the FLOPs of forward and backward passes: 6 per token and parameter (Kaplan et al., 2001.08361, 2.1).
 
     The output matrix counts only at targets and the patch encoder only at patches. Attention counts half of the pairs
-    of tokens of a sample, as for causal attention. Embeddings, recomputation and dropped choices do not count. A
-    convolutional patch encoder needs more FLOPs than this function returns.
+    of tokens of a sample, as for causal attention. Embeddings, recomputation and dropped choices do not count.
 
     Args:
         config: of the model.
@@ -52,7 +52,7 @@ def training_flops(
     counts = num_parameters(config, experts_per_token=experts_per_token)
     per_token = 6.0 * (counts["active_per_token"] - counts["embeddings"] - counts["patch_encoder"])
     attention = 6.0 * config.num_layers * config.hidden_size * token_pairs
-    patches = 6.0 * counts["patch_encoder"] * pictures * config.num_patches
+    patches = pictures * config.num_patches * sum(product.training_flops for product in patch_products(config))
     return tokens * per_token + attention + patches + targets * 6.0 * config.vocab_size * config.hidden_size
 
 

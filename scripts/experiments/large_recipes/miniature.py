@@ -98,6 +98,7 @@ POSITIONS = 256
 
 PROTOTYPES_ABOVE = 8  # more prototypes than these are divided by 4
 FEWEST_LAYERS, FEWEST_EXPERTS = 2, 8  # of a model; of a layer
+RESNET_CHANNELS = 2048  # of a ResNet-50
 MEAN_TOKENS = 64  # of a sample of data/real, without padding
 
 
@@ -172,6 +173,8 @@ def _scale_model(model: Document, rule: Recipe) -> None:
     # As many patches as the full size has, of pictures of 64 pixels.
     model["patch_size"] = model["patch_size"] * 64 // model["image_size"]
     model["image_size"] = 64
+    if model.get("patch_encoder") == "resnet":
+        model["resnet_channels"] = max(32, RESNET_CHANNELS // rule.hidden)
 
 
 def _scale_experts(moe: Document, divisor: int) -> None:
@@ -260,6 +263,11 @@ def _none(full: Document) -> None:
     """No experts at all, and next to no feed-forward: attention and embeddings alone."""
     _without_experts(full)
     full["m6"]["model"]["ffn_hidden_size"] = 1
+
+
+def _resnet(full: Document) -> None:
+    """The recipe with the paper's patches: features of a ResNet-50 (M6, arXiv 2103.00823, section 3)."""
+    full["m6"]["model"]["patch_encoder"] = "resnet"
 
 
 def _plain(full: Document) -> Document:
@@ -359,6 +367,7 @@ VARIANTS: dict[str, Callable[[Document], None]] = {
     "top1": _top1,
     "today": _today,
     "none": _none,
+    "resnet patches": _resnet,
 }
 HALVES: dict[str, Callable[[Document], None]] = {
     "2 top-1 of halves": _halves(2),

@@ -2,13 +2,17 @@
 
 import importlib.util
 import re
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from m6.architecture.settings import ModelSettings
 from m6.errors import UserError
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
-from m6.model.patch_encoders import build_patch_encoder, split_patches
+from m6.model.patch_encoders import build_patch_encoder, patch_products, split_patches
 from tests.unit.model.conftest import Sample
 
 
@@ -168,3 +172,38 @@ def test_efficientnet_features_are_pretrained_and_frozen(tiny_config):
     with_gradient = [name for name, parameter in encoder.named_parameters() if parameter.grad is not None]
     assert with_gradient == ["projection.weight", "projection.bias"]
     assert build_patch_encoder(config)(torch.zeros(0, 3, 64, 64)).shape == (0, 4, 32)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"patch_encoder": "resnet"}, {"patch_encoder": "resnet", "resnet_channels": 64}],
+    ids=["linear", "ResNet-50", "narrow ResNet"],
+)
+def test_products_of_a_patch_are_those_that_pytorch_counts(settings: dict[str, Any]):
+    config = ModelSettings(patch_size=64, image_size=64, hidden_size=64, **settings)
+    encoder = build_patch_encoder(config).to("meta")
+    with FlopCounterMode(display=False) as counted:
+        encoder(torch.empty(1, 3, 64, 64, device="meta"))
+    assert sum(each.training_flops for each in patch_products(config)) == 3 * counted.get_total_flops()
+
+
+def test_a_narrower_resnet_is_narrower_in_all_stages():
+    whole, narrow = (
+        build_patch_encoder(ModelSettings(patch_encoder="resnet", resnet_channels=channels)) for channels in (2048, 512)
+    )
+    widths = [
+        [layer.out_channels for layer in each.modules() if isinstance(layer, nn.Conv2d)] for each in (whole, narrow)
+    ]
+    assert widths[0] == [4 * width for width in widths[1]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"patch_encoder": "resnet", "resnet_channels": 100}, "a multiple of 32, found 100; the nearest is 96"),
+        ({"resnet_channels": 64}, "resnet_channels 64 needs patch_encoder \"resnet\", found 'linear'"),
+    ],
+)
+def test_channels_of_a_resnet_are_checked(settings: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=re.escape(message)):
+        ModelSettings(**settings)

@@ -39,6 +39,19 @@ def test_flops_are_those_of_the_parameters(name: str, experts: dict[str, Any]):
     assert flops == pytest.approx(expected - others, rel=1e-3)
 
 
+@pytest.mark.parametrize("encoder", ["linear", "resnet"])
+def test_flops_of_patches_are_those_of_training(encoder: str):
+    config = load_config(Path("m6_cpu"), (f'm6.model.patch_encoder="{encoder}"',))
+    batch = replace(scale_batch(full_row(config), 8), pictures=3)
+    without = replace(batch, pictures=0)
+    planned = [
+        sum(3 * block.flops * count for block, count in work_of(config, fold(config.model), each, ParallelLayout(1)))
+        for each in (batch, without)
+    ]
+    trained = [training_flops(config.model, 0, 0, pictures, 0) for pictures in (3, 0)]
+    assert planned[0] - planned[1] == pytest.approx(trained[0] - trained[1])
+
+
 def test_fused_attention_moves_queries_keys_values_and_the_result():
     """Dropout of scores needs the kernel that also writes and reads the scores; the FLOPs are the same."""
     config = load_config(CONFIGS / "papers" / "m6t_base.json")
