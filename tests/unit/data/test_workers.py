@@ -114,13 +114,13 @@ def test_a_process_that_was_killed():
         list(prepared(Numbers(kill_itself), range(4), "m6.data.num_workers", 1))
 
 
-TRAINER = """
+TRAINER = r"""
 import os, time
 from tests.unit.data.test_workers import Numbers
 from m6.data.workers import prepared
 
 def hang():
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\n".encode())  # at once: other processes write to the same pipe
     time.sleep(600)
 
 next(prepared(Numbers(hang), range(9), "key", 3))

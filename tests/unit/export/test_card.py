@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -17,6 +18,12 @@ from m6.model import num_parameters
 from m6.runs.data import keep_sources, open_data
 from m6.runs.directory import INITIAL, SOURCES
 from tests.fixtures.fabricated_run import training_entry, write_metrics, write_run_and_data
+
+
+def split_of(rows: int, **others: Any) -> dict[str, Any]:
+    """The entry of a split with one shard."""
+    shard = {"file": "train/000.parquet", "rows": rows, "bytes": 10 * rows, "sha256": 64 * "0"}
+    return {"rows": rows, "bytes": 10 * rows, "shards": [shard], **others}
 
 
 @pytest.fixture
@@ -113,7 +120,7 @@ def test_validation_after_the_checkpoint_is_not_of_this_model(run):
 
 
 def test_built_in_sources_are_chinese_and_data_sets_of_the_hub_are_linked(run):
-    entry = {"kind": "text", "licence": "MIT", "splits": {"train": {"rows": 3}}}
+    entry = {"kind": "text", "licence": "MIT", "splits": {"train": split_of(3)}}
     origin = {"package": "hf:someone/texts:train", "version": "0a", "licence": "MIT"}
     (run / SOURCES).write_text(json.dumps({"sources": {"inews": {**entry, "origin": [origin]}}}))
     card = card_of(run)
@@ -123,7 +130,7 @@ def test_built_in_sources_are_chinese_and_data_sets_of_the_hub_are_linked(run):
 
 
 def test_the_runs_before_are_in_the_card_when_they_are_gone(run):
-    entry = {"kind": "text", "licence": "MIT", "splits": {"train": {"rows": 3}}}
+    entry = {"kind": "text", "licence": "MIT", "splits": {"train": split_of(3)}}
     origin = {"package": "hf:someone/texts:train", "version": "0a", "licence": "MIT"}
     first, second = run.with_name("first"), run.with_name("second")
     for folder, sources in (
@@ -169,7 +176,7 @@ def test_a_licence_of_the_weights_is_stated(run, tmp_path):
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_a_run_from_an_exported_model_names_its_data_or_calls_them_unknown(run, tmp_path, is_recorded):
     """So does a run that began from that one."""
-    entry = {"kind": "text", "licence": "MIT", "splits": {"train": {"rows": 3}}, "origin": []}
+    entry = {"kind": "text", "licence": "MIT", "splits": {"train": split_of(3)}, "origin": []}
     (run / SOURCES).write_text(json.dumps({"sources": {"poetry": entry}}))
     export_hf(run, tmp_path / "hf")
     if not is_recorded:  # by a version before this one
@@ -204,7 +211,7 @@ def test_a_run_that_resumes_may_outlive_its_initial_run(run):
 
 def test_leaks_are_in_the_card(run):
     shared = {"rows": 2, "picture": 1, "text": 2, "group": 0}
-    splits = {"train": {"rows": 3}, "validation": {"rows": 4, "shared": shared}}
+    splits = {"train": split_of(3), "validation": split_of(4, shared=shared)}
     entry = {"kind": "image_text", "licence": "MIT", "origin": [], "splits": splits}
     (run / SOURCES).write_text(json.dumps({"sources": {"mine": entry}}))
     text = card_of(run).text

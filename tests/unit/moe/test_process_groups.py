@@ -3,9 +3,10 @@
 import torch.distributed as dist
 
 from moe.process_groups import group_of
+from tests.distributed.spawn import run_distributed
 
 
-def test_a_group_is_made_once_for_a_purpose():
+def make_groups() -> None:
     found = []
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -19,3 +20,7 @@ def test_a_group_is_made_once_for_a_purpose():
         finally:
             dist.destroy_process_group()
     assert found[0] is not found[1], "of a destroyed group of all"
+
+
+def test_a_group_is_made_once_for_a_purpose():
+    run_distributed(make_groups, 1)
