@@ -4,6 +4,8 @@ Processes take seconds to start, so that each world is started once and trains o
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,72 @@ def test_every_schedule_has_the_gradients_of_the_whole_model(folder: Path):
         folder, train_micro_batch_size_per_gpu=4, m6__moe__router_jitter=0.1, m6__model__attention_dropout=0.1
     )
     run_distributed(compare_gradients, 2, base)
+
+
+def compare_partitions(base: dict[str, Any]) -> None:
+    """Partitions of reduce-scattered gradients and their norm against those of all-reduced gradients, on each rank."""
+    from m6.config.run import parse_config
+    from m6.runs.processes import start
+    from m6.training.engine import handover
+    from m6.training.engine.build import build_engine
+    from m6.training.engine.clipping import PartGroups, gradient_norm, partition_norm
+    from m6.training.engine.partitions import is_expert
+    from m6.training.mesh import expert_group
+
+    handover.BUCKET_ELEMENTS = 1000  # several messages, which end inside of parameters
+    runtime = start()
+    engine = build_engine(parse_config(base), runtime)
+    mesh, zero = engine._mesh, engine._deepspeed.optimizer
+    same_experts = expert_group("expert_data_parallel", 2)
+    groups = PartGroups(None, expert_group("expert_parallel", 2))
+    parameters = [each for each in engine.module.parameters() if each.requires_grad]
+    generator, sums = torch.Generator().manual_seed(runtime.rank), {}
+    for index, parameter in enumerate(parameters):
+        if index % 5 == 0:
+            parameter.grad = None  # not used in this step
+            sums[parameter] = torch.zeros_like(parameter)
+            continue
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+        sums[parameter] = parameter.grad.clone()
+    for parameter, total in sums.items():
+        torch.distributed.all_reduce(total, group=same_experts if is_expert(parameter) else mesh.replicas)
+    expected_norm = gradient_norm(sums, groups, runtime.device, other_squares=2.0)
+    handover.give_partition(zero, sums)
+    expected = [
+        torch.cat([each.reshape(-1) for each in zero.averaged_gradients[index]]) for index in zero.averaged_gradients
+    ]
+    with recording_all_reduces() as numbers:
+        handover.scatter_sums(zero, None)
+        pieces = list(handover.partition_pieces(zero))
+        norm = partition_norm(pieces, (mesh.replicas, same_experts), groups, runtime.device, other_squares=2.0)
+    assert max(numbers) <= 2  # of the norm
+    assert all(parameter.grad is None for parameter in parameters)
+    for index, partition in enumerate(expected):
+        torch.testing.assert_close(zero.averaged_gradients[index], [partition], rtol=0, atol=0)  # of two numbers
+    torch.testing.assert_close(norm, expected_norm, rtol=1e-12, atol=0)
+    assert sum(gradient.numel() for _, gradient in pieces) < sum(each.numel() for each in parameters)
+
+
+@contextmanager
+def recording_all_reduces() -> Iterator[list[int]]:
+    """Yields the numbers of elements of all all-reduces inside."""
+    plain, numbers = torch.distributed.all_reduce, []
+
+    def recorded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        numbers.append(tensor.numel())
+        return plain(tensor, *args, **kwargs)
+
+    torch.distributed.all_reduce = recorded
+    try:
+        yield numbers
+    finally:
+        torch.distributed.all_reduce = plain
+
+
+def test_at_stage_1_a_rank_gets_the_sums_of_its_partition_only(folder: Path):
+    """Of experts over the ranks with the same experts, of the rest over all copies of the stage."""
+    stages = {"m6__parallel__pipeline": pipeline(2, "zbv"), "m6__training__ep_size": 2}
+    run_distributed(compare_partitions, 4, document(folder, **stages))
 
 
 def count_passes(base: dict[str, Any]) -> None:

@@ -100,6 +100,7 @@ class ReductionTime:
 
     def __init__(self, config: RunConfig, memory: MemoryModel, nodes: Nodes, profile: Profile) -> None:
         self._settings, self._memory, self._nodes, self._profile = config.m6.communication, memory, nodes, profile
+        self._has_tree = config.m6.training.deterministic is not None
 
     def __call__(self, layout: ParallelLayout, passes: int, counts: ParameterCounts | None = None) -> float:
         """Seconds of a step. Stages 0 and 1 reduce once a step, 2 and 3 for every micro-batch (DeepSpeed 0.19.8).
@@ -115,7 +116,7 @@ class ReductionTime:
             # Weights are gathered for the forward and for the backward pass; a reduce-scatter costs as much.
             return sum(3 * passes * self._collective("all_gather", numel * width, group) for numel, group in parts)
         seconds = self.gradients(layout, passes, self._settings, counts)
-        seconds += self._summed(counts.experts, replicas, stage, passes)
+        seconds += self._summed(counts.experts, replicas, layout, passes)
         if stage > 0:
             seconds += sum(self._collective("all_gather", numel * width, group) for numel, group in parts)
         return seconds
@@ -135,7 +136,7 @@ class ReductionTime:
         everyone = all_replicas(layout, self._nodes)
         if not settings.compresses:
             counts = counts or self._memory.counts(layout).divided(layout)
-            return self._summed(counts.local - counts.experts, everyone, layout.zero_stage, passes)
+            return self._summed(counts.local - counts.experts, everyone, layout, passes)
         ranks, tensors = layout.dp_size, self._memory.shared_gradients(layout)
         found = messages(tensors, settings, settings.density_of(settings.warmup_steps), ranks)
         moved = sum(tensor.numel for tensor in tensors if is_compressed(tensor, settings))
@@ -145,10 +146,14 @@ class ReductionTime:
         copies = moved * _MOVED_BYTES[settings.gradients] / device_bandwidth(self._nodes, self._profile)
         return (sent + copies) / layout.tp_size
 
-    def _summed(self, numel: int, group: RankGroup, stage: int, passes: int) -> float:
-        # A bucket has partitions of several ranks, so stages 1 and 2 all-reduce it, too.
+    def _summed(self, numel: int, group: RankGroup, layout: ParallelLayout, passes: int) -> float:
+        stage = layout.zero_stage
         width = FP32 if stage == 0 else self._memory.precision.weights
-        return (passes if stage == 2 else 1) * self._collective("all_reduce", numel * width, group)
+        # DeepSpeed's buckets have partitions of several ranks, so stages 1 and 2 all-reduce them, too. Pipelines
+        # reduce-scatter, except for compressed gradients and trees.
+        scatters = stage == 1 and layout.pp_size > 1 and not self._settings.compresses and not self._has_tree
+        kind: Literal["all_reduce", "all_gather"] = "all_gather" if scatters else "all_reduce"
+        return (passes if stage == 2 else 1) * self._collective(kind, numel * width, group)
 
     def _collective(self, kind: Literal["all_reduce", "all_gather"], num_bytes: float, group: RankGroup) -> float:
         return collective_s(kind, num_bytes, group, self._nodes, self._profile) / core_share(self._nodes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +70,33 @@ def gradient_norm(
             dist.all_reduce(squares, group=group)
         total = total + squares
     return (total + other_squares).sqrt()
+
+
+def partition_norm(
+    pieces: Iterable[tuple[nn.Parameter, Tensor]],
+    copies: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None],
+    groups: PartGroups,
+    device: torch.device,
+    other_squares: float = 0.0,
+) -> Tensor:
+    """Returns ``gradient_norm`` of gradients that are partitioned over ranks.
+
+    Args:
+        pieces: parameters, and their gradients' elements on this rank.
+        copies: the ranks with the other elements of the same parameters, and of the same experts; None: all.
+        groups, other_squares: see ``gradient_norm``.
+    """
+    kinds: dict[tuple[bool, bool], list[Tensor]] = {(False, False): [], (True, False): [], (True, True): []}
+    for parameter, gradient in pieces:
+        kinds[is_divided(parameter), is_expert(parameter)].append(gradient)
+    whole, sharded, experts = (_sum_of_squares(gradients, device) for gradients in kinds.values())
+    dense = torch.stack([whole, sharded])
+    dist.all_reduce(dense, group=copies[0])
+    dist.all_reduce(experts, group=copies[1])
+    for squares, group in ((dense[1], groups.tensor), (experts, groups.experts)):
+        if group is not None:
+            dist.all_reduce(squares, group=group)
+    return (dense.sum() + experts + other_squares).sqrt()
 
 
 def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:

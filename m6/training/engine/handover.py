@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from m6.training.reduction.buckets import BUCKET_ELEMENTS
 
 
 def take_gradient(parameter: nn.Parameter) -> Tensor:
@@ -35,3 +40,62 @@ def give_partition(zero: Any, gradients: dict[nn.Parameter, Tensor]) -> list[Ten
         )
         zero.all_grad_tensors[index] = None
     return [gradient for group in zero.averaged_gradients.values() for gradient in group]
+
+
+def scatter_sums(zero: Any, sent_type: torch.dtype | None) -> None:
+    """Sums gradients over ranks, and stores this rank's partition of the sums in DeepSpeed's stage-1 optimizer.
+
+    A reduce-scatter sends half the bytes of an all-reduce. The gradients leave the parameters.
+
+    Args:
+        sent_type: the number format of messages; None: the type of the parameters.
+    """
+    for index, parameters in enumerate(zero.round_robin_bit16_groups):
+        group, numel = zero.real_dp_process_group[index], int(zero.partition_size[index])
+        ranks = dist.get_world_size(group)
+        dtype = zero.gradient_accumulation_dtype
+        partition = torch.empty(numel, dtype=dtype, device=parameters[0].device)
+        flat = _FlatGradients(parameters, zero.round_robin_bit16_offsets[index])
+        for begin in range(0, numel, max(1, BUCKET_ELEMENTS // ranks)):
+            own = partition[begin : begin + max(1, BUCKET_ELEMENTS // ranks)]
+            rows = torch.zeros(ranks, own.numel(), dtype=sent_type or parameters[0].dtype, device=own.device)
+            for rank, row in enumerate(rows):
+                flat.read(rank * numel + begin, row)
+            total = rows[0]
+            if ranks > 1:
+                total = torch.empty_like(rows[0])
+                dist.reduce_scatter_single(total, rows.flatten(), group=group)
+            own.copy_(total)
+        zero.averaged_gradients[index] = [partition]
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def partition_pieces(zero: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yields each parameter with elements in this rank's stage-1 partition, and the gradient of these elements."""
+    for index, gradients in zero.averaged_gradients.items():
+        [partition] = gradients
+        begin = dist.get_rank(zero.real_dp_process_group[index]) * partition.numel()
+        offsets = zero.round_robin_bit16_offsets[index]
+        for parameter, offset in zip(zero.round_robin_bit16_groups[index], offsets, strict=True):
+            start = max(begin, offset)
+            end = min(begin + partition.numel(), offset + parameter.numel())
+            if start < end:
+                yield parameter, partition[start - begin : end - begin]
+
+
+class _FlatGradients:
+    """The gradients of parameters as ranges of one flat tensor, which is never built."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], offsets: Sequence[int]) -> None:
+        self._parameters, self._offsets = parameters, offsets
+
+    def read(self, begin: int, row: Tensor) -> None:
+        """Copies the elements from ``begin`` on into ``row``. Padding and parameters without a gradient are skipped."""
+        end = begin + row.numel()
+        first = max(0, bisect.bisect_right(self._offsets, begin) - 1)
+        last = bisect.bisect_left(self._offsets, end)
+        for parameter, offset in zip(self._parameters[first:last], self._offsets[first:last], strict=True):
+            start, stop = max(begin, offset), min(end, offset + parameter.numel())
+            if start < stop and parameter.grad is not None:
+                row[start - begin : stop - begin] = parameter.grad.reshape(-1)[start - offset : stop - offset]

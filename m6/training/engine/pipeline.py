@@ -272,8 +272,11 @@ class PipelineEngine(Engine):
 
     def _collect(self, learning_rate: float, group: dist.ProcessGroup | None) -> StepGradients:
         """Sums the gradients of a step over ranks, see ``StageGradients.collect``."""
-        sums = self._reducer.sums(self._scale, self.averaged_over)
-        if self._reducer.measures_sums and self._has_trained_copy:
+        zero = self._deepspeed.optimizer if self._zero_stage > 0 else None
+        sums = None
+        if zero is None or not self._reducer.scatter(zero):
+            sums = self._reducer.sums(self._scale, self.averaged_over)
+        if sums is not None and self._reducer.measures_sums and self._has_trained_copy:
             # Both gradients are first summed over all pipelines and then added. A sum inside each pipeline first would
             # depend on the number of pipelines.
             assert self._table is not None

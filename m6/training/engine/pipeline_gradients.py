@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from m6.config.run import RunConfig
-from m6.training.engine.clipping import PartGroups, gradient_norm
-from m6.training.engine.handover import give_partition
+from m6.training.engine.clipping import PartGroups, gradient_norm, partition_norm
+from m6.training.engine.handover import give_partition, partition_pieces
 from m6.training.mesh import Mesh, expert_group
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class StageGradients:
         self.norm = torch.zeros((), device=mesh.device)
         self._mesh, self._device = mesh, mesh.device
         self._part_groups = PartGroups(mesh.tensor, expert_group("expert_parallel", mesh.dims.ep))
+        self._same_experts = expert_group("expert_data_parallel", mesh.dims.ep) or mesh.replicas
         self._zero = deepspeed.optimizer if config.deepspeed.zero_stage > 0 else None
         deepspeed.enable_backward_allreduce = False
         deepspeed.set_gradient_accumulation_boundary(True)  # each step of DeepSpeed is an update
@@ -60,7 +61,7 @@ class StageGradients:
 
     def collect(
         self,
-        gradients: dict[nn.Parameter, Tensor],
+        gradients: dict[nn.Parameter, Tensor] | None,
         learning_rate: float,
         other_squares: float,
         group: dist.ProcessGroup | None,
@@ -68,21 +69,27 @@ class StageGradients:
         """Takes the summed gradients of a step. The all-reduce of their norm is in flight afterwards.
 
         Args:
-            gradients: of all trained parameters of this rank.
+            gradients: of all trained parameters of this rank; None: DeepSpeed has this rank's partition.
             learning_rate: of the step.
             other_squares: see ``gradient_norm``.
             group: the ranks of this pipeline.
         """
-        if self._zero is not None and self._zero.gradient_accumulation_dtype == torch.float16:
-            # A finite fp32 number may overflow in the optimizer's fp16 partition.
-            gradients = {parameter: gradient.half() for parameter, gradient in gradients.items()}
+        if gradients is None:
+            pieces = list(partition_pieces(self._zero))
+            copies = self._mesh.replicas, self._same_experts
+            norm = partition_norm(pieces, copies, self._part_groups, self._device, other_squares)
+            tensors = [gradient for _, gradient in pieces]
+        else:
+            if self._zero is not None and self._zero.gradient_accumulation_dtype == torch.float16:
+                # A finite fp32 number may overflow in the optimizer's fp16 partition.
+                gradients = {parameter: gradient.half() for parameter, gradient in gradients.items()}
+            norm = gradient_norm(gradients, self._part_groups, self._device, other_squares)
+            tensors = list(gradients.values()) if self._zero is None else give_partition(self._zero, gradients)
         squares = torch.zeros(self._mesh.dims.pp, dtype=torch.float64, device=self._device)
-        norm = gradient_norm(gradients, self._part_groups, self._device, other_squares)
         squares[self._mesh.dims.pp_rank] = norm.double().square()
         measured = dist.all_reduce(squares, group=group, async_op=True)
-        if self._zero is None:
-            return StepGradients(gradients, list(gradients.values()), squares, measured, learning_rate)
-        return StepGradients({}, give_partition(self._zero, gradients), squares, measured, learning_rate)
+        whole = gradients if gradients is not None and self._zero is None else {}
+        return StepGradients(whole, tensors, squares, measured, learning_rate)
 
     def _take_over(self, zero: Any) -> None:
         for hook in zero._grad_acc_hooks:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from m6.checkpoints.format import WeightReader
 from m6.checkpoints.fragment import Fragment
+from m6.training.engine.handover import scatter_sums
 from m6.training.engine.partitions import is_expert
 from m6.training.mesh import Mesh, expert_group
 from m6.training.reduction.buckets import buckets
@@ -70,6 +71,17 @@ class GradientReducer:
         """
         raise NotImplementedError
 
+    def scatter(self, zero: Any) -> bool:
+        """At ZeRO stage 1 sums gradients into this rank's partition only, instead of ``sums``, if the reducer can.
+
+        Args:
+            zero: DeepSpeed's optimizer. It gets the partition.
+
+        Returns:
+            whether it did; otherwise nothing happened.
+        """
+        return False
+
     def end_step(self) -> None:
         """Ends a step, also if DeepSpeed summed its gradients."""
 
@@ -92,7 +104,7 @@ class GradientReducer:
 
 
 class AllReducedGradients(GradientReducer):
-    """All-reduces gradients if DeepSpeed does not see the passes.
+    """All-reduces gradients, or at ZeRO stage 1 reduce-scatters them, if DeepSpeed does not see the passes.
 
     Args:
         sent_type: the number format of messages; None: the type of the gradients.
@@ -123,3 +135,8 @@ class AllReducedGradients(GradientReducer):
         for parameter in self.trained:
             parameter.grad = None
         return gradients
+
+    def scatter(self, zero: Any) -> bool:
+        """See ``GradientReducer.scatter``."""
+        scatter_sums(zero, self._sent_type)
+        return True
