@@ -130,7 +130,7 @@ def _train(
     Manifest.load(settings.m6.data.path)
     calibration = None if profile is None else load_profile(profile)
     with quick_imports():
-        from m6.planning.prediction import check_memory
+        from m6.planning.prediction import RunForecast, check_memory
         from m6.runs.machine import check_machine
         from m6.runs.processes import on_main_rank, start
         from m6.training.loop import pretrain as pretrain_run
@@ -147,7 +147,8 @@ def _train(
         runtime = start()
         on_main_rank(functools.partial(warn_at_start, settings, data, runtime.nodes))
         del data  # the training opens it again
-        pretrain_run(settings, folder.root, runtime, stop_flag, calibration, restart)
+        forecast = RunForecast(folder.root, settings, world_size, calibration)
+        pretrain_run(settings, folder.root, runtime, stop_flag, forecast, restart)
     # The run is saved. A stop signal from now on would only turn success into a failure.
     stop_flag.ignore()
     step = finished_pseudo_stage(settings, folder.checkpoints)

@@ -265,8 +265,8 @@ def dry_run(
 
         print(dry_plan.report(dry_plan.dry_plans(settings, world, rank, nodes), world, rank))
         return
-    from m6.training.dry_run import dry_run as run
-    from m6.training.dry_run import report
+    from m6.planning.dry_run import dry_run as run
+    from m6.planning.dry_run import report
 
     print(report(run(settings, world, rank), world, rank, nodes))
 

@@ -17,7 +17,6 @@ from m6.errors import UserError
 from m6.files import parse_object, write_json
 from m6.formatting import format_bytes, format_mib, markdown_table
 from m6.model.parameters import num_parameters
-from m6.planning.cost.batch_shape import BatchShape, full_row
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryFootprint, MemoryModel
 from m6.planning.machine.calibration import fit_factors, fit_memory, kendall_tau, regret
@@ -27,6 +26,7 @@ from m6.planning.search.configuration import layout_of
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, format_gb
 from m6.runs.directory import RunDirectory
+from m6.training.sizes import BatchShape, full_row
 from m6.validation import validate
 
 _FILE = "plan.json"
@@ -54,20 +54,18 @@ _KEYS_OF_PARTS = {
 
 
 def predict_memory(
-    config: RunConfig, world_size: int, batch: BatchShape, sharing: Sharing | None = None, place: int | None = None
+    config: RunConfig, world_size: int, batch: BatchShape, sharing: Sharing | None = None
 ) -> MemoryFootprint:
-    """The memory of the run's own layout on ``world_size`` ranks, without calibrated overheads.
+    """The memory of the run's own layout on ``world_size`` ranks, without calibrated overheads, on the fullest rank.
 
     Args:
         batch: the shape of a micro-batch.
         sharing: what the layers share in the Pseudo phase; None: nothing.
-        place: of the rank in its pipeline; None: the fullest rank.
 
     Raises:
         UserError: the run does not fit ``world_size``.
     """
-    memory_of, layout = MemoryModel(config, Profile(), batch, sharing), layout_of(config, world_size)
-    return memory_of(layout) if place is None else memory_of.footprints(layout)[place]
+    return MemoryModel(config, Profile(), batch, sharing)(layout_of(config, world_size))
 
 
 def check_memory(config: RunConfig, world_size: int, ranks_per_node: int) -> None:
@@ -150,6 +148,31 @@ def announce(run: Path, config: RunConfig, world_size: int, batch: BatchShape, p
     # The line stands in logs, far from the explanation of assumed efficiencies in the README.
     stamp = "" if calibrated else " (uncalibrated)"
     return f"plan: {plan.layout}: {plan.time.total:.3g} s a step{stamp}, {most}"
+
+
+class RunForecast:
+    """The forecast of a run for its trainer.
+
+    Args:
+        run: the run's folder.
+        profile: the machine's calibration; None: assumed efficiencies.
+    """
+
+    def __init__(self, run: Path, config: RunConfig, world_size: int, profile: Profile | None = None) -> None:
+        self._run, self._config, self._world_size = run, config, world_size
+        self._profile = profile or Profile()
+
+    def memory(self, batch: BatchShape, sharing: Sharing | None) -> str:
+        """See ``describe_memory``."""
+        return describe_memory(predict_memory(self._config, self._world_size, batch, sharing))
+
+    def step(self, batch: BatchShape) -> str:
+        """See ``announce``."""
+        return announce(self._run, self._config, self._world_size, batch, self._profile)
+
+    def outcome(self) -> str:
+        """See ``outcome_line``."""
+        return outcome_line(self._run)
 
 
 def _predicts_seconds(calibrated: bool) -> bool:

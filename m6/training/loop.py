@@ -10,9 +10,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from m6.architecture.configuration import M6Config
+from m6.architecture.sharing import Sharing
 from m6.checkpoints.ancestry import keep_initial
 from m6.checkpoints.discovery import lost_newest, open_newest, open_together
 from m6.checkpoints.format import no_sign
@@ -22,9 +23,6 @@ from m6.config.checks import check_world_size
 from m6.config.run import RunConfig
 from m6.data.pretraining import MicroBatch
 from m6.errors import StorageError
-from m6.planning.cost.batch_shape import BatchShape
-from m6.planning.machine.profile import Profile
-from m6.planning.prediction import announce, describe_memory, outcome_line, predict_memory
 from m6.runs.attestation import attest, check_shared
 from m6.runs.data import check_sources_unchanged, keep_captions, keep_sources, open_data
 from m6.runs.directory import SAMPLES, RunDirectory
@@ -49,9 +47,28 @@ from m6.training.reporting.outcome import StepOutcome
 from m6.training.reporting.ranks import RankTimes
 from m6.training.reporting.samples import open_sample_grids
 from m6.training.schedule import NEXT_RATE, changed_rate, scheduled_rate
+from m6.training.sizes import BatchShape
 from m6.training.stages.metrics import StageMetrics
 from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep, micro_batch_numbers
+
+
+class Forecast(Protocol):
+    """The expected memory and time of a run, as text for its log. The command line passes that of the planner."""
+
+    def memory(self, batch: BatchShape, sharing: Sharing | None) -> str:
+        """Describes the memory of the fullest rank.
+
+        Args:
+            batch: the shape of a micro-batch.
+            sharing: what the layers share in the Pseudo phase; None: nothing.
+        """
+
+    def step(self, batch: BatchShape) -> str:
+        """Describes a step, and may write the prediction to the run's folder."""
+
+    def outcome(self) -> str:
+        """Compares the finished run with its prediction; empty if that is impossible."""
 
 
 class Trainer:
@@ -63,7 +80,7 @@ class Trainer:
     Args:
         run: the run's folder, already opened.
         stop_flag: set by stop signals; created here if it is None.
-        profile: the machine's calibration, for predictions of the time of a step.
+        forecast: announces memory and time at the start, and compares them at the end; None: nothing is predicted.
         may_restart: whether the caller trains again from the last checkpoint after a ``PassingFault``; otherwise a
             fault is FATAL.
 
@@ -78,11 +95,11 @@ class Trainer:
         run: RunDirectory,
         runtime: Runtime,
         stop_flag: StopFlag | None = None,
-        profile: Profile | None = None,
+        forecast: Forecast | None = None,
         may_restart: bool = False,
     ) -> None:
         self.config, self.run, self.runtime, self.settings = config, run, runtime, config.m6
-        self.profile, self._may_restart = profile or Profile(), may_restart
+        self._forecast, self._may_restart = forecast, may_restart
         check_world_size(config, runtime.world_size)
         self.dims = ParallelDims.of(config, runtime.rank, runtime.world_size)
         self.data = open_data(config)
@@ -324,12 +341,14 @@ class Trainer:
                 "ones; memory and time are not predicted, because the planner knows no adapters"
             )
             return
-        shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
-        for name, sharing in self.stage.stages_ahead():
-            yield f"{name}{describe_memory(predict_memory(config, ranks, shape, sharing))}"
+        if self._forecast is not None:
+            shape = BatchShape.of(*(self.data.micro_batch(index) for index in range(4)))
+            for name, sharing in self.stage.stages_ahead():
+                yield f"{name}{self._forecast.memory(shape, sharing)}"
         if memory_map := self.engine.memory_map():
             yield memory_map
-        yield announce(self.run.root, config, ranks, shape, self.profile)
+        if self._forecast is not None:
+            yield self._forecast.step(shape)
 
     def _replan_offloading(self) -> None:
         """Plans the offloading of experts again after the first steps of an attempt, from their measurements."""
@@ -356,7 +375,7 @@ class Trainer:
         done = self.step == self.settings.training.total_steps
         if self.runtime.is_main and done:
             self.run.finish(self.step)
-            if line := outcome_line(self.run.root):
+            if self._forecast is not None and (line := self._forecast.outcome()):
                 self._print(line)
         self._print(f"{'finished' if done else 'stopped'} {self.run.root} at step {self.step}")
         return done
@@ -400,14 +419,14 @@ def pretrain(
     root: Path,
     runtime: Runtime,
     stop_flag: StopFlag | None = None,
-    profile: Profile | None = None,
+    forecast: Forecast | None = None,
     restart: bool = False,
 ) -> bool:
     """Trains ``config`` in the folder ``root``, from its newest checkpoint if it has one.
 
     Args:
         root: the run's folder.
-        stop_flag, profile: see ``Trainer``.
+        stop_flag, forecast: see ``Trainer``.
         restart: begin at step 0 even if the folder has checkpoints, see ``RunDirectory.restart``.
 
     Returns:
@@ -434,7 +453,7 @@ def pretrain(
         while True:
             # Closed only after a lost rank was named: the checkpoint's thread may wait for the part of this rank.
             with contextlib.ExitStack() as closing, signs.naming_the_lost():
-                trainer = Trainer(config, run, runtime, stop_flag, profile, may_restart=True)
+                trainer = Trainer(config, run, runtime, stop_flag, forecast, may_restart=True)
                 closing.callback(trainer.close)
                 try:
                     return trainer.train()

@@ -13,12 +13,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from m6.config.run import load_config
-from m6.planning.cost.batch_shape import full_row
 from m6.planning.cost.compute_time import ComputeTime
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.work import Matmul
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.machine.profile import MatmulPoint, Profile, load_profile
+from m6.training.sizes import full_row
 from scripts.benchmarks.record import RESULTS, ROOT, Recorder
 
 CLUSTER = ROOT / "configs" / "clusters" / "h100_x128.json"

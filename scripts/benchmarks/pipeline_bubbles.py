@@ -22,9 +22,10 @@ import torch.multiprocessing
 from m6.config.run import RunConfig, load_config
 from m6.data.collate import MicroBatch
 from m6.model.outputs import M6Output
-from m6.planning.cost.schedules import Pass, StageSeconds, run_clock, waits_of_equal_stages
+from m6.planning.cost.schedules import StageSeconds, run_clock, waits_of_equal_stages
 from m6.training.engine.flushless_pipeline import FlushlessPipelineEngine
 from m6.training.engine.pipeline_schedule import NumberedStage
+from m6.training.pass_orders import Pass
 from scripts.benchmarks.record import ROOT, Recorder
 
 RANKS = 4

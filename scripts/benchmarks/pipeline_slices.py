@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from m6.config.run import RunConfig, load_config
-from m6.planning.cost.schedules import Pass, StageSeconds, run_clock, sliced_orders
-from m6.planning.cost.slices import slice_tokens
+from m6.planning.cost.schedules import StageSeconds, run_clock
+from m6.training.engine.slices import slice_tokens
+from m6.training.pass_orders import Pass, sliced_orders
 from scripts.benchmarks.pipeline_bubbles import causal_batch, part_of_loss, recording
 from scripts.benchmarks.record import ROOT, Recorder
 
@@ -101,9 +102,9 @@ def _measure(rank: int, ranks: int, port: int, results: Any) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
     torch.set_num_threads(1)
-    from m6.planning.cost.slices import SliceChoice
     from m6.runs.processes import start
     from m6.training.engine.build import build_engine
+    from m6.training.engine.slices import SliceChoice
 
     runtime, chosen = start(), SliceChoice.cuts
     for micro_batches, slices in ((1, 1), *((MICRO_BATCHES, slices) for slices in SLICES)):

@@ -12,8 +12,8 @@ from m6.checkpoints.comparison import compare, open_step
 from m6.checkpoints.format import CheckpointReader
 from m6.checkpoints.fragment import WEIGHT
 from m6.config.run import parse_config
-from m6.planning.cost.gradient_bytes import sent_bytes
 from m6.training.meta_model import build_meta_model
+from m6.training.reduction.messages import sent_bytes
 from m6.training.reduction.reducer import gradient_tensor
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_any_world import train_in_any_precision

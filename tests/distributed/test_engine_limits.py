@@ -12,13 +12,13 @@ import torch
 from m6.config.run import RunConfig, parse_config
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
-from m6.planning.cost.storages import storage_bytes
 from m6.planning.machine.profile import Profile
 from m6.runs.data import open_data
 from m6.runs.processes import start
 from m6.training.engine.build import build_engine
 from m6.training.engine.engine import Engine
 from m6.training.engine.state import base_optimizer
+from m6.training.storages import storage_bytes
 from tests.distributed.spawn import run_distributed
 from tests.fixtures.tiny_run import tiny_document
 

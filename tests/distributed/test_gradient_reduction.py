@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m6.config.communication import CommunicationSettings
-from m6.planning.cost.gradient_bytes import GradientTensor, is_compressed, sent_bytes
 from m6.training.reduction.collectives import CountedCollectives
+from m6.training.reduction.messages import GradientTensor, is_compressed, sent_bytes
 from m6.training.reduction.reducer import Reducer
 from tests.distributed.spawn import init_deepspeed, run_distributed
 

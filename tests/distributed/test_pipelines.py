@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from m6.config.run import parse_config
-from m6.planning.cost.schedules import orders_of
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.search.configuration import configure
 from m6.planning.search.planner import Planner
+from m6.training.pass_orders import orders_of
 from scripts.benchmarks.pipeline_bubbles import bubble, formula, recording
 from tests.distributed.alike import (
     TOLERANCE,

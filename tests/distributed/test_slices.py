@@ -12,9 +12,9 @@ from m6.data.collate import MicroBatch
 from m6.model.slices import SliceKeys, legal_cuts
 from m6.model.stages import ModelStage
 from m6.planning.cost import slices as costs
-from m6.planning.cost.schedules import sliced_orders
-from m6.planning.cost.slices import SliceChoice
 from m6.runs.data import open_data
+from m6.training.engine.slices import SliceChoice
+from m6.training.pass_orders import sliced_orders
 from scripts.benchmarks.pipeline_bubbles import recording
 from tests.distributed.alike import TOLERANCE, reported
 from tests.distributed.spawn import run_distributed

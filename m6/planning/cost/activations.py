@@ -21,11 +21,10 @@ from m6.config.pipeline import PipelineSettings
 from m6.config.run import RunConfig
 from m6.model.attention import LONGEST_PRODUCTS
 from m6.model.patch_encoders import build_patch_encoder
-from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.layout import ParallelLayout
-from m6.planning.cost.precision import FP32, Precision
 from m6.planning.cost.schedules import filled_step, most_under_way
-from m6.planning.cost.storages import SavedTensors
+from m6.training.sizes import FP32, BatchShape, Precision
+from m6.training.storages import SavedTensors
 from moe.config import MoEConfig
 
 _INT64 = 8

@@ -14,11 +14,9 @@ from m6.architecture.received import side
 from m6.config.communication import CommunicationSettings
 from m6.config.run import RunConfig
 from m6.planning.cost.compute_time import ComputeTime, core_share, device_bandwidth, sizes_of
-from m6.planning.cost.gradient_bytes import is_compressed, messages
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.parameter_counts import ParameterCounts
-from m6.planning.cost.precision import FP32
 from m6.planning.cost.work import BlockWork, RoutedRows
 from m6.planning.machine.cluster import (
     Nodes,
@@ -30,6 +28,8 @@ from m6.planning.machine.cluster import (
     strided_group,
 )
 from m6.planning.machine.profile import Profile
+from m6.training.reduction.messages import is_compressed, messages
+from m6.training.sizes import FP32
 from moe import MoEConfig
 from moe.exchange_traffic import StepTraffic, exchange_traffic
 from moe.overlap_clock import span, span_of_turns

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from m6.config.offload import OffloadOptimizer, OffloadSettings
+from m6.config.offload import OffloadSettings
 from m6.config.run import RunConfig
 from m6.planning.cost.folding import Block, FoldedModel
-from m6.planning.cost.precision import FP32, Precision
+from m6.training.offloading.store import DTYPES, expert_optimizer, gradient_dtype_of, next_weights_of
+from m6.training.sizes import FP32, Precision
 from offload import (
     ChunkBytes,
     NextWeights,
@@ -24,7 +25,6 @@ from offload import (
 )
 
 _MIB = 2**20
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Bytes read and written by the operators of ``offload.optimizer.update`` per parameter owned by a device. Split
 # bfloat16 masters need more, and so does the norm of the gradients. A test counts them.
 _DEVICE_UPDATE_BYTES = {"adamw": 196, "adafactor": 222, "sgd": 72}
@@ -68,7 +68,7 @@ class ExpertStore:
         precision = config.deepspeed.precision
         if precision == "fp32" and Precision.of(config).compute == 2:
             precision = "bf16"
-        dtype = _DTYPES[precision]
+        dtype = DTYPES[precision]
         chunk_mib = _CHUNK_MIB if isinstance(settings.chunk_mib, str) else settings.chunk_mib
         gradient = gradient_dtype_of(settings, dtype, passes, shared)
         place = next_weights_of(config, passes, shared)
@@ -188,38 +188,6 @@ def uses_of_experts(model: FoldedModel) -> float:
     """How many layers compute with the same experts: 1, and more in the Pseudo phase."""
     counts = [(computed, stored) for block, computed, stored in model.blocks if block.experts]
     return sum(computed for computed, _ in counts) / max(1, sum(stored for _, stored in counts))
-
-
-def gradient_dtype_of(settings: OffloadSettings, dtype: torch.dtype, passes: int, shared: bool) -> torch.dtype | None:
-    """The type of gradients on the host: fp32 where several add up, otherwise the type of the weights."""
-    if settings.update == "backward":
-        return None
-    return dtype if passes == 1 and not shared else torch.float32
-
-
-def next_weights_of(config: RunConfig, passes: int, shared: bool) -> NextWeights | None:
-    """Where late updates put new weights: in the place of a gradient, or in a copy if gradients add up there."""
-    if config.m6.gradient_delay is None:
-        return None
-    return "gradient" if passes == 1 and not shared else "copy"
-
-
-def expert_optimizer(config: RunConfig) -> tuple[OptimizerSettings, float]:
-    """The experts' optimizer, and its learning rate divided by the learning rate of the other parameters."""
-    settings, params = config.expert_store or OffloadSettings(), config.deepspeed.optimizer_params
-    own = settings.optimizer
-    if own is None:
-        own = OffloadOptimizer.model_validate({"type": config.deepspeed.optimizer_type, **params})
-    if own.type == "Adafactor":
-        decay, threshold = own.beta2_decay, own.clipping_threshold
-        made = OptimizerSettings("adafactor", beta2_decay=decay, clipping_threshold=threshold)
-    elif own.type == "SGD":
-        made = OptimizerSettings("sgd", momentum=own.momentum)
-    else:
-        beta1, beta2 = own.betas
-        made = OptimizerSettings("adamw", beta1=beta1, beta2=beta2, epsilon=own.eps)
-    made = replace(made, weight_decay=own.weight_decay, masters=settings.master_weights)
-    return made, own.lr / params["lr"]
 
 
 def _stack(block: Block, ep_size: int) -> Stack:

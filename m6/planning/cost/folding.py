@@ -20,8 +20,8 @@ from m6.architecture.sharing import Sharing
 from m6.model.blocks import M6Block
 from m6.model.embeddings import M6Embeddings
 from m6.model.parameters import matrices_of_blocks
-from m6.planning.cost.gradient_bytes import GradientTensor
 from m6.planning.cost.layout import ParallelLayout
+from m6.training.reduction.messages import GradientTensor
 
 Shape = tuple[int, ...]
 BlockType = Literal["embeddings", "dense", "sparse", "norm"]

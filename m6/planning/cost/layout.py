@@ -93,6 +93,10 @@ class ParallelLayout:
         """Ranks with the same experts, or with parts of them."""
         return self.world_size // (self.pp_size * self.ep_size * self.outer_parts)
 
+    def partitions(self, of_experts: bool) -> int:
+        """The number of ZeRO's partitions of a parameter group."""
+        return self.expert_copies if of_experts else self.dp_size
+
     def batch_split(self, equal_for: tuple[str, ...] = ()) -> BatchSplit:
         """How the micro-batches of a step are divided over ranks.
 

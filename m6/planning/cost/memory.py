@@ -23,14 +23,14 @@ from m6.planning.cost.activations import (
     old_versions,
     with_training,
 )
-from m6.planning.cost.batch_shape import BatchShape, full_row, scale_batch
 from m6.planning.cost.expert_store import ExpertStore, RankChunks, layer_numel, stored_numel, uses_of_experts
 from m6.planning.cost.folding import Block, FoldedModel, fold, shared_gradients
-from m6.planning.cost.gradient_bytes import BUCKET_ELEMENTS, GradientTensor, is_compressed, messages
 from m6.planning.cost.layout import ParallelLayout, is_flushless
-from m6.planning.cost.parameter_counts import ADAMW_MOMENTS, ParameterCounts, count_parameters
-from m6.planning.cost.precision import FP32, Precision
+from m6.planning.cost.parameter_counts import ParameterCounts, count_parameters
 from m6.planning.machine.profile import Profile
+from m6.training.optimizer_state import ADAMW_MOMENTS
+from m6.training.reduction.messages import BUCKET_ELEMENTS, GradientTensor, is_compressed, messages
+from m6.training.sizes import BUCKET_NUMEL, FP32, BatchShape, Precision, full_row, scale_batch
 from moe.expectation import ExpectedRouting, expected_routing
 
 
@@ -89,8 +89,7 @@ class MemoryFootprint:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "store"}
 
 
-# DeepSpeed's defaults of keys in zero_optimization; BUCKET_NUMEL is also the size of the buffers at stage 0.
-BUCKET_NUMEL = 500_000_000
+# DeepSpeed's defaults of keys in zero_optimization.
 PERSISTENCE_THRESHOLD = 100_000
 MAX_LIVE_PARAMETERS = 1_000_000_000
 _MASTER_AND_MOMENTS = 1 + ADAMW_MOMENTS
@@ -320,10 +319,11 @@ class MemoryModel:
     def _stages_1_and_2(self, layout: ParallelLayout, counts: ParameterCounts) -> MemoryFootprint:
         width, stage = self.precision.weights, layout.zero_stage
         groups = counts.groups(self.config.deepspeed.optimizer_type)
-        partitions = [group.partition(layout) for group in groups]
+        ranks = [layout.partitions(group.of_experts) for group in groups]
+        partitions = [group.partition(number) for group, number in zip(groups, ranks, strict=True)]
         owned = sum(partitions)
         gradients = counts.local if stage == 1 else min(counts.local, owned + counts.largest)
-        padded = sum(part * group.ranks(layout) for part, group in zip(partitions, groups, strict=True))
+        padded = sum(part * number for part, number in zip(partitions, ranks, strict=True))
         bucket = self._bucket(counts.local)
         weights = padded * width + counts.fixed(width)
         if layout.offload_optimizer:
@@ -403,7 +403,8 @@ class MemoryModel:
         gradients of the finished step until the update."""
         micro_batches = layout.accumulation(self.config.deepspeed.train_batch_size)
         copies = old_versions(layout.pp_size - 1 - place, micro_batches)
-        partitions = (group.partition(layout) for group in counts.groups(self.config.deepspeed.optimizer_type))
+        groups = counts.groups(self.config.deepspeed.optimizer_type)
+        partitions = (group.partition(layout.partitions(group.of_experts)) for group in groups)
         waiting = counts.local if layout.zero_stage == 0 else sum(partitions)
         width = self.precision.weights
         return replace(

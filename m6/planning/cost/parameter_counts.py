@@ -7,42 +7,59 @@ from dataclasses import dataclass, replace
 
 from m6.planning.cost.folding import FoldedModel, Shape
 from m6.planning.cost.layout import ParallelLayout
-from m6.planning.cost.muon import MuonMatrices
-from m6.planning.cost.precision import FP32
+from m6.planning.cost.work import Matmul
+from m6.training.optimizer_state import (
+    ADAMW_MOMENTS,
+    MUON_BATCH_ELEMENTS,
+    MUON_ITERATIONS,
+    ParameterGroup,
+    groups_of,
+    moment_bytes,
+)
+from m6.training.sizes import FP32
 
-ADAMW_MOMENTS = 2
-"""Elements of AdamW's state for each parameter."""
 _MOMENTS_OF_MATRICES = {"AdamW": ADAMW_MOMENTS, "Lamb": ADAMW_MOMENTS, "Muon": 1, "Lars": 1}
 """Elements of state for each element of a matrix of a block, of the optimizers for parts of matrices."""
 
 
 @dataclass(frozen=True)
-class ParameterGroup:
-    """A parameter group of one rank's optimizer. DeepSpeed flattens it at ZeRO stages 1 and 2.
+class MuonMatrices:
+    """Equal matrices on one rank, before ZeRO partitions them.
 
     Attributes:
-        numel: elements before ZeRO partitions them.
-        of_experts: whether it has experts with groups of ranks of their own.
-        by_muon: whether Muon updates it.
-        moments: elements of optimizer state for each parameter.
+        number: how many.
+        in_parameter: how many of them are in one parameter.
+        rows, columns: of each.
+        of_experts: whether they belong to experts with groups of ranks of their own.
+        parts: ranks of a tensor group, each with a part of each parameter; each rank updates whole matrices.
     """
 
-    numel: int
-    of_experts: bool = False
-    by_muon: bool = False
-    moments: int = ADAMW_MOMENTS
+    number: int
+    in_parameter: int
+    rows: int
+    columns: int
+    of_experts: bool
+    parts: int = 1
 
-    def ranks(self, layout: ParallelLayout) -> int:
-        """Number of ZeRO's partitions of the group."""
-        return layout.expert_copies if self.of_experts else layout.dp_size
+    @property
+    def numel(self) -> int:
+        """Elements of all of them on this rank."""
+        return self.number * self.rows * self.columns // self.parts
 
-    def partition(self, layout: ParallelLayout) -> int:
-        """Elements of a rank's partition; partitions begin at even offsets."""
-        return math.ceil(self.numel / (2 * self.ranks(layout))) * 2
+    def products(self, dtype: str) -> list[Matmul]:
+        """The products of one update of one matrix."""
+        short, long = sorted((self.rows, self.columns))
+        shapes = ((short, short, long), (short, short, short), (short, long, short))
+        return [Matmul(m, n, k, dtype, MUON_ITERATIONS) for m, n, k in shapes]
 
-    def state(self, numel: int) -> int:
-        """Elements of fp32 weights and optimizer state for ``numel`` of its parameters."""
-        return 2 * numel if self.by_muon else (1 + self.moments) * numel + 1  # with a step counter
+    def temporaries(self, width: int) -> int:
+        """Bytes of the largest batch's temporaries; ``width``: bytes of an element in products."""
+        short, long = sorted((self.rows, self.columns))
+        at_once = min(self.in_parameter, max(1, MUON_BATCH_ELEMENTS // (short * long)))
+        # The normed matrix in fp32, before and after a product in ``width``, and two products of it with itself.
+        products = at_once * (short * long * (FP32 + 2 * width) + 2 * short * short * width)
+        # In tensor groups also the whole parameter, as it comes, in order and after the products.
+        return products + (3 * self.in_parameter * short * long * FP32 if self.parts > 1 else 0)
 
 
 @dataclass(frozen=True)
@@ -84,16 +101,8 @@ class ParameterCounts:
 
     def groups(self, optimizer_type: str) -> list[ParameterGroup]:
         """The optimizer's non-empty parameter groups: with weight decay, without it, and ``experts``."""
-        muon = optimizer_type == "Muon"
-        blocks = sum(part.numel for part in self.muon if not part.of_experts) if muon else 0
-        moments = 1 if optimizer_type == "Lars" else ADAMW_MOMENTS
-        groups = (
-            ParameterGroup(blocks, by_muon=True),
-            ParameterGroup(self.matrices - blocks, moments=moments),
-            ParameterGroup(self.experts, of_experts=True, by_muon=muon, moments=moments),
-            ParameterGroup(self.vectors, moments=moments),
-        )
-        return [group for group in groups if group.numel > 0]
+        by_muon = sum(part.numel for part in self.muon if not part.of_experts)
+        return groups_of(optimizer_type, self.matrices, self.vectors, by_muon, self.experts)
 
     def divided(self, layout: ParallelLayout) -> ParameterCounts:
         """The counts of one rank of a tensor group. Biases are counted whole, though 1-D divides some of them."""
@@ -197,23 +206,3 @@ def count_parameters(
         expert_moments=moments[True],
         muon=tuple(muon),
     )
-
-
-def moment_bytes(shape: Shape, optimizer_type: str, of_blocks: bool) -> int:
-    """Bytes of the unpartitioned optimizer state of one parameter, with its step counter.
-
-    Args:
-        of_blocks: the parameter is a matrix of a block. Under Muon the others are updated by AdamW.
-    """
-    numel = math.prod(shape)
-    if optimizer_type == "Muon" and of_blocks:
-        return numel * FP32  # a momentum and no counter
-    if optimizer_type == "Lars":
-        elements = numel
-    elif optimizer_type in ("AdamW", "Muon", "Lamb"):
-        elements = ADAMW_MOMENTS * numel
-    elif len(shape) > 1:
-        elements = numel // shape[-1] + numel // shape[-2]  # Adafactor: a mean for each row and each column
-    else:
-        elements = numel
-    return (elements + 1) * FP32

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal
 
@@ -28,12 +29,12 @@ from m6.planning.cost.compute_time import (
 from m6.planning.cost.expert_store import uses_of_experts
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
-from m6.planning.cost.muon import muon_products_s
-from m6.planning.cost.parameter_counts import ParameterCounts
+from m6.planning.cost.parameter_counts import MuonMatrices, ParameterCounts
 from m6.planning.cost.pipeline_time import PipelineTime
-from m6.planning.cost.precision import FP32
+from m6.planning.cost.work import Matmul
 from m6.planning.machine.cluster import Cluster, Nodes, RankGroup, collective_s, contiguous_group, send_s
 from m6.planning.machine.profile import Profile
+from m6.training.sizes import FP32
 
 
 def added_bytes(memory: MemoryModel, layout: ParallelLayout, passes: int, place: int) -> float:
@@ -371,3 +372,18 @@ class TimeModel:
             slowest = max(self._streamings(layout, passes), key=lambda streaming: streaming.exposed)
             hidden += slowest.hidden * self.profile.factor("host")
         return hidden
+
+
+def muon_products_s(
+    matrices: Iterable[MuonMatrices], layout: ParallelLayout, dtype: str, matmul_s: Callable[[Matmul], float]
+) -> float:
+    """Seconds of the products of a step. ZeRO stages 1 and 2 divide them over ranks together with the partitions.
+
+    They belong to the update: its measured factor includes them.
+    """
+    seconds = 0.0
+    for part in matrices:
+        replicas = layout.expert_copies if part.of_experts else layout.dp_size
+        share = part.number / (replicas if layout.zero_stage > 0 else 1)
+        seconds += share * sum(matmul_s(product) for product in part.products(dtype))
+    return seconds

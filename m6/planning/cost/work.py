@@ -8,10 +8,9 @@ from m6.architecture.received import side
 from m6.config.run import RunConfig
 from m6.model.patch_encoders import patch_products
 from m6.planning.cost.activations import Activations
-from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.folding import FoldedModel
 from m6.planning.cost.layout import ParallelLayout
-from m6.planning.cost.precision import FP32, Precision
+from m6.training.sizes import FP32, BatchShape, Precision
 from moe.payload import CODECS
 
 # Operators of one forward pass: of a block, and of the embeddings or the head.

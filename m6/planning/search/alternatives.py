@@ -25,10 +25,10 @@ from m6.config.pipeline_checks import check_slices
 from m6.config.sections import GradientDelaySettings
 from m6.errors import UserError
 from m6.planning.cost.layout import ParallelLayout, is_flushless
-from m6.planning.cost.slices import slice_tokens, slice_work
 from m6.planning.machine.cluster import rate
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, Rejection, SearchResult, format_gb
+from m6.training.engine.slices import slice_tokens, slice_work
 
 # Usual choices: the densities and the rank of scripts/experiments/gradient_bytes.
 _CHOICES = (

@@ -20,7 +20,6 @@ from m6.config.pipeline import ONE_STAGE, Schedule
 from m6.config.run import RunConfig
 from m6.config.tensor import TensorSettings
 from m6.errors import UserError
-from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.layout import ParallelLayout, divisors
 from m6.planning.cost.memory import MemoryFootprint, MemoryModel, copied_bytes
 from m6.planning.cost.stage_cuts import Fits, Suits
@@ -29,6 +28,7 @@ from m6.planning.machine.cluster import Cluster
 from m6.planning.machine.profile import Profile
 from m6.planning.search.feasibility import Feasibility
 from m6.planning.search.results import TIME_TOLERANCE, PricedLayout, Rejection, RejectionKind, SearchResult, format_gb
+from m6.training.sizes import BatchShape
 
 MEMORY_FRACTION = 0.9
 """The default usable share of a memory; allocators need the rest."""

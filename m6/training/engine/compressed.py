@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from m6.checkpoints.format import WeightReader
 from m6.checkpoints.fragment import Fragment
 from m6.config.run import RunConfig
-from m6.planning.cost.gradient_bytes import ring_bytes
-from m6.planning.cost.precision import FP32
 from m6.training.engine.handover import take_gradient
 from m6.training.engine.partitions import is_expert
 from m6.training.engine.reducer import AllReducedGradients, GradientReducer
 from m6.training.engine.tensor_norms import norms_of
 from m6.training.mesh import Mesh, expert_group
 from m6.training.reduction.collectives import CountedCollectives
+from m6.training.reduction.messages import ring_bytes
 from m6.training.reduction.reducer import Reducer, gradient_tensor
 from m6.training.reduction.residuals import load_residuals, residual_fragments
+from m6.training.sizes import FP32
 
 _FACTORS = "powersgd_q"
 

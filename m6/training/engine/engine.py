@@ -22,7 +22,6 @@ from m6.data.collate import MicroBatch
 from m6.errors import UserError
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.outputs import M6Output
-from m6.planning.cost.storages import storage_bytes
 from m6.training.engine import state
 from m6.training.engine.clipping import PartGroups, clip_gradients, count_in_norm, gradient_norm, shrink
 from m6.training.engine.compressed import CompressedGradients
@@ -38,6 +37,7 @@ from m6.training.engine.turns import forward_in_turns
 from m6.training.mesh import Mesh, expert_group, named_expert_group
 from m6.training.offloading.experts import OffloadedExperts
 from m6.training.replicas import Replicated
+from m6.training.storages import storage_bytes
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -14,7 +14,7 @@ from m6.checkpoints.fragment import Fragment
 from m6.training.engine.handover import scatter_sums
 from m6.training.engine.partitions import is_expert
 from m6.training.mesh import Mesh, expert_group
-from m6.training.reduction.buckets import buckets
+from m6.training.reduction.collectives import buckets
 from m6.training.reduction.residuals import load_residuals
 
 

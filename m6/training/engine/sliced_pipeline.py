@@ -17,12 +17,11 @@ from m6.data.collate import MicroBatch
 from m6.model.outputs import M6Output
 from m6.model.slices import SliceKeys
 from m6.model.stages import ModelStage
-from m6.planning.cost.schedules import Pass, sliced_orders
-from m6.planning.cost.slices import SliceChoice
 from m6.training.engine.engine import LossFunction
 from m6.training.engine.pipeline import PipelineEngine, Step
 from m6.training.engine.pipeline_schedule import NumberedStage, as_scalar
-from m6.training.engine.slices import Slice, slices_of
+from m6.training.engine.slices import Slice, SliceChoice, slices_of
+from m6.training.pass_orders import Pass, sliced_orders
 
 _KINDS = {"forward": _ComputationType.FORWARD, "backward": _ComputationType.FULL_BACKWARD}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from m6.config.sum_tree import Branch, TreeShape, halves
 from m6.training.mesh import NodeGroups
-from m6.training.reduction.buckets import buckets
+from m6.training.reduction.collectives import buckets
 
 
 class BranchSum:

@@ -6,18 +6,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from m6.architecture.sharing import Sharing
 from m6.config.offload_rules import LayerModule
 from m6.config.run import RunConfig
-from m6.planning.cost.batch_shape import full_row, scale_batch
-from m6.planning.cost.memory import BUCKET_NUMEL
-from m6.planning.machine.fake_world import FakeWorld, fake_tensors
-from m6.planning.prediction import predict_memory
-from m6.training.fake_batch import fake_batch
+from m6.training.fake_world import FakeWorld, fake_batch, fake_tensors
 from m6.training.offloading.modules import experts_of, offload_activations, stream
 from m6.training.offloading.passes import model_of_rank, own_dims, run_in_turns, run_pipeline
+from m6.training.optimizer_state import state_bytes
+from m6.training.sizes import BUCKET_NUMEL, full_row, scale_batch
 from offload import DryRuntime, Trace, in_mib
 
 
@@ -68,7 +65,6 @@ def dry_trace(
     Returns:
         the trace of all micro-batches of the step, and the traffic of activations.
     """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
     shape = scale_batch(full_row(config), config.deepspeed.micro_batch_size)
 
     class WorldMeter:
@@ -85,9 +81,9 @@ def dry_trace(
             return peak
 
     model, dims = model_of_rank(config, sharing), own_dims(config)
-    constant = predict_memory(config, world_size, shape, sharing, dims.pp_rank).optimizer_state
-    constant += bucket_bytes(config, dtype)
     uses = experts_of(model)
+    experts = {parameter for use in uses.values() for parameter in use.experts.parameters()}
+    constant = state_bytes(model, config, dims.dp, elsewhere=experts) + bucket_bytes(config, dtype)
     with fake_tensors() as world:
         stacks = [use.stack(name) for name, use in uses.items()]
         at_once = config.m6.training.micro_batches_at_once
@@ -101,7 +97,7 @@ def dry_trace(
         model.train()
         batch = fake_batch(config, shape, world)
         # The second pass differs from the first, because gradients exist already. All later passes equal the second.
-        passes = config.backward_passes(world_size)
+        passes = config.backward_passes(dims.world_size)
         traced = min(2, passes) if config.pipeline is None else passes
         if config.pipeline is not None:
             run_pipeline(model, config, dims, batch)

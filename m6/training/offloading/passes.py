@@ -11,9 +11,9 @@ from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.stages import ModelStage, keep_layers
-from m6.planning.cost.schedules import orders_of
 from m6.training.mesh import ParallelDims
 from m6.training.meta_model import build_meta_model
+from m6.training.pass_orders import orders_of
 
 
 def model_of_rank(config: RunConfig, sharing: Sharing | None) -> M6ForConditionalGeneration:

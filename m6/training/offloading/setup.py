@@ -15,10 +15,10 @@ from m6.config.offload_checks import offloads_states
 from m6.config.offload_rules import LayerModule, resolve_activation_rules, resolve_rules
 from m6.config.run import RunConfig
 from m6.errors import UserError
-from m6.planning.cost.expert_store import expert_optimizer, gradient_dtype_of, next_weights_of
 from m6.runs.environment import ranks_per_node
 from m6.training.offloading.dry_trace import ActivationTraffic, describe_shortage, dry_trace
 from m6.training.offloading.modules import ExpertUse
+from m6.training.offloading.store import DTYPES, expert_optimizer, gradient_dtype_of, next_weights_of
 from offload import (
     CudaDevice,
     Device,
@@ -40,7 +40,6 @@ from offload import (
 
 MIB = 2**20
 _Number = TypeVar("_Number", int, float)
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Share of a GPU's budget for a plan from the dry trace: the trace sees neither workspaces nor the allocator's rounding.
 _DRY_SHARE = 0.9
 
@@ -115,7 +114,7 @@ def plan_offload(
     assert settings is not None
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     stacks = [use.stack(name) for name, use in uses.items()]
-    dtype = _DTYPES[config.deepspeed.precision]
+    dtype = DTYPES[config.deepspeed.precision]
     # Each layer with shared experts, and each part of a layer's tokens, gives a separate gradient of the same experts.
     parts = config.model.moe_config().exchange_parts(config.m6.training.ep_size)
     several = parts > 1 or any(len(use.layers) > 1 for use in uses.values())

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from m6.planning.cost.gradient_bytes import kept_count
 from m6.training.reduction.collectives import CountedCollectives
+from m6.training.reduction.messages import kept_count
 
 
 class Chunks:

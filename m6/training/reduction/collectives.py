@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m6.planning.cost.gradient_bytes import gathered_bytes, ring_bytes
-from m6.training.reduction.buckets import buckets
+from m6.training.reduction.messages import BUCKET_ELEMENTS, gathered_bytes, ring_bytes
 
 
 class CountedCollectives:
@@ -55,3 +54,16 @@ class CountedCollectives:
             parts = flat.split([tensor.numel() for tensor in bucket])
             found += [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)]
         return found
+
+
+def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Groups consecutive tensors up to ``BUCKET_ELEMENTS`` in total. A larger tensor gets its own bucket."""
+    found: list[list[Tensor]] = []
+    filled = BUCKET_ELEMENTS
+    for tensor in tensors:
+        if filled + tensor.numel() > BUCKET_ELEMENTS:
+            found.append([])
+            filled = 0
+        found[-1].append(tensor)
+        filled += tensor.numel()
+    return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from m6.planning.cost.gradient_bytes import GradientTensor
 from m6.training.reduction.collectives import CountedCollectives
+from m6.training.reduction.messages import GradientTensor
 
 _SEED = 0
 # Added to the norm of a column of P: the norm is 0 if the gradient is 0.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from m6.config.communication import CommunicationSettings
-from m6.planning.cost.gradient_bytes import GradientTensor, is_compressed, sends_whole, sent_bytes
 from m6.training.reduction.chunks import Chunks
 from m6.training.reduction.collectives import CountedCollectives
 from m6.training.reduction.low_rank import LowRank
+from m6.training.reduction.messages import GradientTensor, is_compressed, sends_whole, sent_bytes
 from m6.training.reduction.top_k import TopK
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from m6.planning.cost.gradient_bytes import kept_count
 from m6.training.reduction.collectives import CountedCollectives
+from m6.training.reduction.messages import kept_count
 
 _MAX_ELEMENTS = 2**31 - 1  # indices are sent as int32
 

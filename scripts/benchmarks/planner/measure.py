@@ -31,8 +31,8 @@ import typer
 from m6.config.deepspeed import prepare_deepspeed
 from m6.config.run import load_config
 from m6.files import write_json
-from m6.planning.cost.batch_shape import BatchShape
 from m6.runs.data import open_data
+from m6.training.sizes import BatchShape
 from scripts.benchmarks.planner.cases import CASES, CONFIG, Case
 from scripts.benchmarks.planner.rank import FILE_PAGES, resident_bytes, run_rank
 from scripts.benchmarks.record import RESULTS

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from m6.config.run import RunConfig, load_config, parse_config
-from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.pipeline_time import any_stages
@@ -23,6 +22,7 @@ from m6.planning.cost.step_time import TimeModel
 from m6.planning.machine.calibration import fit_factors, kendall_tau, regret
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.machine.profile import Profile, StepPart
+from m6.training.sizes import BatchShape
 from scripts.benchmarks.record import ROOT, Recorder
 
 FOLDER = Path(__file__).with_name("published")

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from m6.config.run import load_config
-from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.calibration import fit_factors, fit_memory, kendall_tau, regret
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.machine.profile import Profile, load_profile
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout
+from m6.training.sizes import BatchShape
 from scripts.benchmarks.planner.cases import CASES, CONFIG, MODELS, Case
 from scripts.benchmarks.planner.measure import TABLE
 from scripts.benchmarks.record import RESULTS, Recorder

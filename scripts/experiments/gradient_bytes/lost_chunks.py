@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m6.formatting import markdown_table
-from m6.planning.cost.gradient_bytes import kept_count
 from m6.runs.processes import start
 from m6.training.reduction import reducer
 from m6.training.reduction.chunks import Chunks
+from m6.training.reduction.messages import kept_count
 from scripts.experiments.experiment import ResultTable
 from scripts.experiments.gradient_bytes.train import FOLDER, REDUCERS, train_and_record
 

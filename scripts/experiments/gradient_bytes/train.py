@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from m6.config.run import load_config
-from m6.planning.cost.gradient_bytes import ring_bytes
 from m6.runs.processes import Runtime, start
 from m6.training.meta_model import build_meta_model
+from m6.training.reduction.messages import ring_bytes
 from scripts.experiments.experiment import ResultTable, code_version, train_on_ranks
 
 FOLDER = Path(__file__).resolve().parent

@@ -16,7 +16,6 @@ from m6.model.modeling import M6ForConditionalGeneration
 from m6.planning.cost.communication_time import RoutingTimes, all_replicas
 from m6.planning.cost.compute_time import HostTime
 from m6.planning.cost.folding import fold, gradient_tensors
-from m6.planning.cost.gradient_bytes import messages
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.step_time import TimeModel
@@ -26,6 +25,7 @@ from m6.planning.machine.profile import Profile
 from m6.planning.search.alternatives import compression_line
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout
+from m6.training.reduction.messages import messages
 from m6.training.reduction.reducer import gradient_tensor
 from moe import MoEConfig
 from tests.fixtures.plans import planner

@@ -20,11 +20,8 @@ from m6.config.pipeline import Schedule
 from m6.config.run import RunConfig, load_config, parse_config
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.stages import keep_layers
-from m6.planning.cost.batch_shape import BatchShape, full_row
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel, checkpoint_bytes, copied_bytes
-from m6.planning.cost.schedules import Pass, flushless_orders
-from m6.planning.cost.storages import new_storages
 from m6.planning.machine.profile import Profile
 from m6.planning.prediction import predict_memory
 from m6.planning.reports import checkpoint_line
@@ -38,6 +35,9 @@ from m6.training.engine.build import build_engine
 from m6.training.engine.compressed import CompressedGradients
 from m6.training.engine.tree_gradients import TreeGradients
 from m6.training.mesh import ParallelDims
+from m6.training.pass_orders import Pass, flushless_orders
+from m6.training.sizes import BatchShape, full_row
+from m6.training.storages import new_storages
 from tests.distributed.spawn import run_distributed
 from tests.fixtures.model_states import model_states
 from tests.fixtures.plans import planner
@@ -337,7 +337,7 @@ def test_host_memory_takes_what_the_device_gives_up():
     config = small_run()
     model = MemoryModel(config, Profile())
     layout = ParallelLayout(16, 4, zero_stage=2, micro_batch_size=4)
-    owned = sum(group.partition(layout) for group in model.counts(layout).groups("AdamW"))
+    owned = sum(group.partition(layout.partitions(group.of_experts)) for group in model.counts(layout).groups("AdamW"))
     on_device, offloaded = model(layout), model(replace(layout, offload_optimizer=True))
     assert offloaded.optimizer_state == 0
     # DeepSpeed 0.19.8 holds 21 bytes for each parameter it owns, 23 with several micro-batches (1024 / 64 here).

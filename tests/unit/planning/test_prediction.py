@@ -9,7 +9,6 @@ import pytest
 from m6.config.run import load_config
 from m6.errors import UserError
 from m6.files import write_json
-from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.machine.profile import Profile, load_profile, save_profile
 from m6.planning.prediction import (
     announce,
@@ -20,6 +19,7 @@ from m6.planning.prediction import (
     refit,
     validation_table,
 )
+from m6.training.sizes import BatchShape
 from tests.fixtures.command import m6, user_error
 
 CONFIG = Path(__file__).parents[3] / "configs" / "m6_smoke.json"

@@ -7,15 +7,14 @@ import pytest
 from m6.config.pipeline import SCHEDULES, PipelineSettings
 from m6.planning.cost.schedules import (
     StageSeconds,
-    flushless_orders,
     flushless_step_s,
     most_under_way,
-    orders_of,
     period_s,
     run_clock,
     step_s,
     waits_of_equal_stages,
 )
+from m6.training.pass_orders import flushless_orders, orders_of
 
 
 def stages_per_rank(schedule: str) -> int:

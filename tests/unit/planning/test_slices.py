@@ -14,13 +14,14 @@ import pytest
 from m6.config.run import RunConfig, parse_config
 from m6.config.shares import apportion
 from m6.errors import UserError
-from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.cost.folding import fold
 from m6.planning.cost.layout import ParallelLayout
-from m6.planning.cost.schedules import StageSeconds, most_under_way, orders_of, run_clock, sliced_orders
-from m6.planning.cost.slices import SliceChoice, slice_tokens, slice_work
+from m6.planning.cost.schedules import StageSeconds, most_under_way, run_clock
 from m6.planning.cost.work import work_of
 from m6.training.engine.sliced_pipeline import thinned
+from m6.training.engine.slices import SliceChoice, slice_tokens, slice_work
+from m6.training.pass_orders import orders_of, sliced_orders
+from m6.training.sizes import BatchShape
 from tests.fixtures.tiny_run import tiny_document
 from tests.unit.model.test_slices import batch_of
 

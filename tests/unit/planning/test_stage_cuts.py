@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from m6.planning.cost.schedules import StageSeconds, flushless_step_s, orders_of, run_clock
+from m6.planning.cost.schedules import StageSeconds, flushless_step_s, run_clock
 from m6.planning.cost.stage_cuts import Fits, Shape, cut_layers
+from m6.training.pass_orders import orders_of
 
 SCHEDULES: dict[Shape, str] = {"line": "1f1b", "rounds": "interleaved_1f1b", "v": "zbv"}
 

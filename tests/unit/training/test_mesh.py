@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m6.planning.machine.fake_world import fake_process_group
+from m6.training.fake_world import fake_process_group
 from m6.training.mesh import Mesh, ParallelDims, divide_by_nodes
 from tests.distributed.spawn import run_distributed
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from m6.planning.cost.gradient_bytes import GradientTensor
 from m6.runs.processes import Runtime
 from m6.training.reduction.collectives import CountedCollectives
 from m6.training.reduction.low_rank import LowRank
+from m6.training.reduction.messages import GradientTensor
 
 SHAPE = (12, 8)
 

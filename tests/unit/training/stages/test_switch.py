@@ -15,7 +15,6 @@ from m6.checkpoints.format import CheckpointReader
 from m6.checkpoints.fragment import WEIGHT
 from m6.errors import UserError
 from m6.model.parameters import num_parameters
-from m6.planning.cost.batch_shape import BatchShape
 from m6.planning.prediction import predict_memory
 from m6.training import checkpointing as checkpoint
 from m6.training import loop
@@ -23,6 +22,7 @@ from m6.training.checkpointing import restore
 from m6.training.engine.build import build_engine
 from m6.training.engine.state import base_optimizer
 from m6.training.loop import Trainer
+from m6.training.sizes import BatchShape
 from m6.training.stages.stage import Stage
 
 MakeTrainer = Callable[..., Trainer]

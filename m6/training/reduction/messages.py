@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from m6.config.communication import CommunicationSettings
-from m6.planning.cost.precision import FP32
+from m6.training.sizes import FP32
 
 INDEX_BYTES = 4
 BUCKET_ELEMENTS = 1 << 23

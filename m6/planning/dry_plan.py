@@ -11,10 +11,10 @@ from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.formatting import format_mib, markdown_table
 from m6.planning.machine.cluster import Nodes
-from m6.planning.machine.fake_world import fake_process_group
 from m6.planning.machine.profile import Profile
 from m6.planning.search.planner import MEMORY_FRACTION
 from m6.planning.search.stages import pseudo_sharing
+from m6.training.fake_world import fake_process_group
 from m6.training.offloading.modules import experts_of
 from m6.training.offloading.passes import model_of_rank
 from m6.training.offloading.setup import MIB, OffloadSetup, plan_offload

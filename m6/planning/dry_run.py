@@ -16,20 +16,19 @@ from m6.data.collate import MicroBatch
 from m6.errors import UserError
 from m6.formatting import markdown_table
 from m6.model.outputs import M6Output
-from m6.planning.cost.batch_shape import full_row, scale_batch
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.work import RoutedRows, work_of
 from m6.planning.machine.cluster import Nodes
-from m6.planning.machine.fake_world import FakeWorld, fake_process_group, fake_tensors
 from m6.planning.machine.profile import Profile
 from m6.planning.search.configuration import layout_of
 from m6.runs.processes import Runtime
 from m6.runs.signals import Requests
 from m6.training.engine.build import build_engine
 from m6.training.engine.engine import Engine, Update
-from m6.training.fake_batch import fake_batch
+from m6.training.fake_world import FakeWorld, fake_batch, fake_process_group, fake_tensors
 from m6.training.mesh import ParallelDims
+from m6.training.sizes import full_row, scale_batch
 from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep
 from moe import MoELayer
@@ -63,7 +62,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
 
     Raises:
         UserError: the run does not fit ``world_size``, it has a pipeline or tensor groups, it offloads experts (for
-            these see ``m6.training.offloading.dry_plan``), or ``rank`` is out of range.
+            these see ``m6.planning.dry_plan``), or ``rank`` is out of range.
     """
     if config.pipeline is not None:
         raise UserError("m6.parallel.pipeline: fake ranks send no hidden states; plan the run with m6 plan")

@@ -1,8 +1,8 @@
 """The shapes of micro-batches."""
 
 from m6.config.run import parse_config
-from m6.planning.cost.batch_shape import BatchShape
 from m6.runs.data import open_data
+from m6.training.sizes import BatchShape
 from tests.fixtures.tiny_run import tiny_document
 
 

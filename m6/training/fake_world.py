@@ -23,7 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from m6.architecture.special_tokens import IGNORED_LABEL, IMAGE, TARGET
+from m6.config.run import RunConfig
+from m6.data.collate import MicroBatch
 from m6.model import outputs
+from m6.training.sizes import BatchShape
 
 _SMALL_NUMEL = 64  # smaller tensors stay real: scalars, sizes, learning rates
 _aten = torch.ops.aten
@@ -267,3 +271,31 @@ def to_fake(world: FakeWorld, tensors: Any) -> Any:
         return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.dtype.is_floating_point else tensor
 
     return tree_map_only(Tensor, convert, tensors)
+
+
+def fake_batch(config: RunConfig, shape: BatchShape, world: FakeWorld) -> MicroBatch:
+    """Makes a micro-batch with one sample in each row: an image, if ``shape`` has pictures, then target tokens."""
+    model = config.model
+    rows, length, patches = shape.rows, shape.sequence_length, model.num_patches if shape.pictures else 0
+    input_ids = torch.zeros(rows, length, dtype=torch.int64)
+    input_ids[:, :patches] = model.image_token_id
+    types = torch.full((rows, length), TARGET)
+    types[:, :patches] = IMAGE
+    positions = torch.arange(length).repeat(rows, 1)
+    positions[:, patches:] -= patches  # positions restart where the target begins
+    labels = torch.zeros(rows, length, dtype=torch.int64)
+    labels[:, 0] = IGNORED_LABEL  # the first token has no token before it to predict it from
+    return MicroBatch(
+        input_ids=input_ids,
+        token_type_ids=types,
+        position_ids=positions,
+        sample_ids=torch.ones(rows, length, dtype=torch.int64),
+        labels=labels,
+        objective_ids=torch.zeros(rows, length, dtype=torch.int64),
+        data_source_ids=torch.zeros(rows, length, dtype=torch.int64),
+        pixel_values=to_fake(world, torch.empty(shape.pictures, 3, model.image_size, model.image_size)),
+        num_target_tokens=rows * (length - 1),
+        num_tokens=rows * length,
+        num_samples=rows,
+        num_token_pairs=rows * length**2,
+    )
