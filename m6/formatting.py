@@ -47,3 +47,8 @@ def format_bytes(number: float) -> str:
 def format_mib(number: float) -> str:
     """Formats a number of bytes in MiB, so values are easy to compare."""
     return f"{number / 2**20:,.1f} MiB"
+
+
+def format_gb(number: float) -> str:
+    """Formats a number of bytes in gigabytes of 10^9 bytes, as data sheets do."""
+    return f"{number / 1e9:,.2f} GB"

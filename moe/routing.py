@@ -2,18 +2,17 @@
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from moe.config import MoEConfig
-from moe.deferred_gradients import DeferredUses
+from moe.deferred_gradients import DeferredGradient, DeferredUses, placeholder
 from moe.groups import among_all, best_groups, by_prototype, of_groups
 from moe.losses import Sequences, load_balancing_losses, z_losses
 from moe.parts import TokenPart, load_balancing_loss_of_part
 from moe.precision import without_autocast
-from moe.wide_linear import WideLinear
 
 
 class RoutingStats(NamedTuple):
@@ -339,3 +338,50 @@ def part_sizes(num_tokens: int, num_parts: int) -> list[int]:
 def _ends(sorted_experts: Tensor, num_experts: int) -> Tensor:
     """Returns the end of each expert's range in the sorted choices, [E]."""
     return torch.searchsorted(sorted_experts, torch.arange(num_experts, device=sorted_experts.device), right=True)
+
+
+class WideLinear(torch.autograd.Function):
+    """Computes (noise * x) W^T in a wider type than x and W.
+
+    It keeps x and W in their own types for the backward pass. Autograd would keep wide copies, with equal results.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        weight: Tensor,
+        noise: Tensor | None,
+        dtype: torch.dtype,
+        deferred: DeferredGradient | None = None,
+    ) -> Tensor:
+        """Returns [T, E] of type ``dtype`` from tokens [T, D], weight [E, D] and noise [T, D] of type ``dtype``.
+
+        ``deferred`` gets the computation of the weight's gradient.
+        """
+        ctx.save_for_backward(tokens, weight, noise)
+        ctx.deferred = deferred
+        return nn.functional.linear(_noisy(tokens.to(dtype), noise), weight.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of tokens and weight."""
+        tokens, weight, noise = ctx.saved_tensors
+        grad, d_tokens, d_weight = grads[0], None, None
+
+        def of_weight() -> Tensor:
+            with without_autocast(grad):
+                return (grad.t() @ _noisy(tokens.to(grad.dtype), noise)).to(weight.dtype)
+
+        if ctx.needs_input_grad[0]:
+            with without_autocast(grad):
+                d_tokens = _noisy(grad @ weight.to(grad.dtype), noise).to(tokens.dtype)
+        if ctx.deferred is not None:
+            ctx.deferred.compute, d_weight = of_weight, placeholder(weight, weight.dtype)
+        elif ctx.needs_input_grad[1]:
+            d_weight = of_weight()
+        return d_tokens, d_weight, None, None, None
+
+
+def _noisy(rows: Tensor, noise: Tensor | None) -> Tensor:
+    return rows if noise is None else rows * noise

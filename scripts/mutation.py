@@ -56,7 +56,10 @@ OTHER_TESTS = {
         "tests/unit/offload/runtime/test_activations.py",
         "tests/unit/offload/runtime/test_runtime.py",
     ),
-    "offload/plan/sizes.py": ("tests/unit/offload/plan/test_chunk_size.py", "tests/unit/offload/plan/test_timeline.py"),
+    "offload/memory/layout.py": (
+        "tests/unit/offload/plan/test_chunk_size.py",
+        "tests/unit/offload/plan/test_timeline.py",
+    ),
 }
 _PAIRS = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
 COMPARISONS: dict[type, type] = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from m6.architecture.adapter_names import adapter_names, is_adapter, plain_name
-from m6.checkpoints.format import CheckpointReader, WeightReader
-from m6.checkpoints.fragment import WEIGHT
+from m6.checkpoints.format import WEIGHT, CheckpointReader, WeightReader
 
 STATE = "lora"
 """The key of the adapters' rank and alpha in a checkpoint's state; none without adapters."""

@@ -48,12 +48,12 @@ class InitialRun(BaseModel):
         return [self, *(self.initial.lineage() if self.initial else [])]
 
 
-def keep_initial(root: Path, init: Path | None) -> None:
+def keep_initial(root: Path, init: Path) -> None:
     """Writes RUN/initial.json with the record of the run or exported model ``init``, unless the file exists.
 
     A run without such a file may resume after ``init`` was deleted: then nothing is written.
     """
-    if init is None or (root / INITIAL).exists() or not init.exists():
+    if (root / INITIAL).exists() or not init.exists():
         return
     if is_exported(init):
         record = kept_initial(init) or InitialRun(name=init.absolute().name)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from m6.checkpoints.discovery import complete_checkpoints
-from m6.checkpoints.format import CheckpointReader
-from m6.checkpoints.fragment import WEIGHT
+from m6.checkpoints.format import WEIGHT, CheckpointReader
 from m6.errors import UserError
 from m6.runs.directory import RunDirectory
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from m6.architecture.sharing import Sharing
 from m6.checkpoints.delinked import STATE, is_pseudo, real_state, sharing_of
 from m6.checkpoints.discovery import open_needed
-from m6.checkpoints.format import SHARD_BYTES, CheckpointReader, Range, write_manifest, write_shards
-from m6.checkpoints.fragment import WEIGHT, Fragment
+from m6.checkpoints.format import SHARD_BYTES, WEIGHT, CheckpointReader, Fragment, Range, write_manifest, write_shards
 from m6.checkpoints.tokenizers import copy_kept_tokenizers
 from m6.config.run import load_config
 from m6.errors import UserError

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from m6.architecture.sharing import Sharing
-from m6.checkpoints.format import CheckpointReader
-from m6.checkpoints.fragment import LATE_UPDATE, WEIGHT
+from m6.checkpoints.format import LATE_UPDATE, WEIGHT, CheckpointReader
 
 STATE = "pseudo_to_real"
 """The key of the phase (Pseudo or Real) in a checkpoint's state; absent in a run without a Pseudo phase."""

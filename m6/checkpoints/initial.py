@@ -11,8 +11,7 @@ from torch import Tensor
 
 from m6.checkpoints.discovery import open_needed
 from m6.checkpoints.finetuning import is_exported
-from m6.checkpoints.format import CheckpointReader, WeightReader, no_sign
-from m6.checkpoints.fragment import WEIGHT
+from m6.checkpoints.format import WEIGHT, CheckpointReader, WeightReader, no_sign
 from m6.checkpoints.loading import as_plain_model, newest_complete_checkpoint, open_exported
 from m6.errors import UserError
 from m6.runs.directory import RunDirectory

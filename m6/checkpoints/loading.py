@@ -15,8 +15,7 @@ from m6.checkpoints.adapters import MergedReader, is_adapted
 from m6.checkpoints.delinked import DelinkedReader, is_pseudo
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.finetuning import is_exported
-from m6.checkpoints.format import FLOATS, CheckpointReader, WeightReader, open_weights
-from m6.checkpoints.fragment import WEIGHT
+from m6.checkpoints.format import FLOATS, WEIGHT, CheckpointReader, WeightReader, open_weights
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER, TOKENIZER, find_tokenizer
 from m6.config.run import RunConfig, load_config
 from m6.decoding import TEMPERATURE, Decoding, temperature_refusal

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 
 from m6.checkpoints.discovery import check_tokenizer_unchanged, complete_checkpoints
-from m6.checkpoints.initial import check_initial_weights
 from m6.config.run import RunConfig
 from m6.data.pretraining import PretrainingData
 from m6.runs.data import check_sources_are_read, check_sources_unchanged, data_warnings
@@ -30,6 +29,8 @@ def check_start(config: RunConfig, run: RunDirectory, data: PretrainingData, res
         return
     check_sources_are_read(data)
     if config.m6.init is not None:
+        from m6.checkpoints.initial import check_initial_weights
+
         check_initial_weights(config.m6.init, data.tokenizer)
 
 

@@ -298,13 +298,20 @@ def _mount_commands() -> None:
     app.add_typer(plan_app, name="plan", help="Choose a layout for a run on a cluster; predict memory and step time.")
 
 
+def _is_of_this_module(command: str) -> bool:
+    names = (each.callback.__name__ for each in app.registered_commands if each.callback is not None)
+    return command in (name.replace("_", "-") for name in names)
+
+
 def main() -> None:
     """Entry point of ``m6`` and ``python -m m6``."""
     try:
         keep_bars_out_of_logs()
         print_any_name()
         check_address_space()
-        _mount_commands()
+        # A training does not import the other commands.
+        if not _is_of_this_module("".join(sys.argv[1:2])):
+            _mount_commands()
         app()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

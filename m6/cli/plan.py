@@ -121,8 +121,9 @@ def explain(
     from dataclasses import replace
 
     planner = _planner(config, cluster, overrides, None, profile, memory_fraction, stage)(world)
+    from m6.planning.cost.layout import layout_of
     from m6.planning.reports import explanation
-    from m6.planning.search.configuration import layout_of, parse_forced
+    from m6.planning.search.configuration import parse_forced
     from m6.planning.search.feasibility import capability_matrix
 
     layout = layout_of(planner.config, planner.cluster.num_devices)
@@ -261,7 +262,7 @@ def dry_run(
     check_has_model(settings, config)
     nodes = None if cluster is None else load_cluster(cluster).first(world).nodes[0]
     if settings.expert_store is not None:
-        from m6.training.offloading import dry_plan
+        from m6.planning import dry_plan
 
         print(dry_plan.report(dry_plan.dry_plans(settings, world, rank, nodes), world, rank))
         return

@@ -16,18 +16,20 @@ from m6.config.batch_ramp import BatchSizes
 from m6.config.combinations import Run, check_combinations, needs_of_equal_shares
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
 from m6.config.offload import OffloadSettings
-from m6.config.offload_checks import apply_offload, check_offload
 from m6.config.pipeline import PipelineSettings
-from m6.config.pipeline_checks import check_pipeline, check_sharing
 from m6.config.section_checks import (
+    apply_offload,
     check_batch_ramp,
     check_elastic,
     check_gradient_delay,
     check_lora,
+    check_offload,
     check_overlap,
     check_pictures,
+    check_pipeline,
     check_pseudo_to_real,
     check_schedule,
+    check_sharing,
 )
 from m6.config.sections import M6Settings
 from m6.config.shares import BatchSplit

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
 from m6.architecture.settings import ModelSettings
+from m6.architecture.sharing import Sharing
 from m6.config.batch_ramp import BatchSizes
-from m6.config.deepspeed import DeepSpeedSettings
+from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
 from m6.config.elastic import FIXED_SUMS, ElasticSettings
+from m6.config.offload import OffloadRule, OffloadSettings
+from m6.config.offload_rules import layer_modules, match_rules, resolve_activation_rules, resolve_rules
+from m6.config.pipeline import PipelineSettings, equal_sizes
 from m6.config.sections import GradientDelaySettings, LoraSettings, M6Settings, PseudoToRealSettings, ScheduleSettings
-from m6.data.objectives import OBJECTIVES, reads_codes
+from m6.data.objectives import OBJECTIVES, is_in_place, reads_codes
 from m6.errors import UserError
 
 _TOLERANT = ("Adafactor", "Muon")
@@ -157,3 +165,165 @@ def check_gradient_delay(settings: GradientDelaySettings, run: M6Settings, deeps
             f"m6.gradient_delay.accept_loss: {' and '.join(optimizers.values())} may be late without it, so it has no "
             "effect; leave it out"
         )
+
+
+def check_pipeline(pipeline: PipelineSettings, run: M6Settings, model: ModelSettings) -> None:
+    """Raises UserError if the stages do not fit the model, or rows have no place to be cut."""
+    pipeline.check_cut(model.num_layers)
+    if run.offload is not None:
+        pipeline.check_experts(model)
+    if run.lora is not None:
+        pipeline.check_adapters(run.lora.targets, model)
+    if pipeline.slices is not None:
+        check_slices(pipeline.slices, run)
+
+
+def check_slices(slices: int | str, run: M6Settings) -> None:
+    """Raises UserError if rows cannot be cut.
+
+    Args:
+        slices: a number, or "auto".
+    """
+    name, length = f"m6.parallel.pipeline.slices {slices}", run.data.sequence_length
+    if isinstance(slices, int) and slices > length:
+        raise UserError(
+            f"{name}: a row of m6.data.sequence_length {length} tokens has at most {length} slices; use {length}"
+        )
+    trained = [each for each in OBJECTIVES if run.objectives.of(each).weight > 0]
+    if trained and not run.data.packing and all(map(is_in_place, trained)):
+        raise UserError(
+            f"{name}: a row can be cut between packed samples and inside of targets that are read from left to right, "
+            f"but rows of {length} tokens have one sample (m6.data.packing=false), and all of m6.objectives, "
+            f"{', '.join(trained)}, predict targets in place: 0 places; set m6.data.packing=true, or leave slices out"
+        )
+
+
+def keeps_groups(stages: Sequence[range], sharing: Sharing) -> bool:
+    """Whether each of these stages has whole groups of layers that share weights."""
+    return not any(_divides_group(stage.start, sharing) or _divides_group(stage.stop, sharing) for stage in stages)
+
+
+def cut_between_groups(num_stages: int, sharing: Sharing) -> list[int] | None:
+    """The number of layers of each stage, with equal numbers of groups as far as possible; None for too few groups."""
+    if num_stages > sharing.num_groups:
+        return None
+    groups = iter(sharing.group_sizes)
+    return [sum(itertools.islice(groups, number)) for number in equal_sizes(sharing.num_groups, num_stages)]
+
+
+def check_sharing(pipeline: PipelineSettings, sharing: Sharing) -> None:
+    """Raises UserError if layers that share weights are in several stages."""
+    stages = pipeline.cut(sharing.num_layers)
+    if keeps_groups(stages, sharing):
+        return
+    boundary = next(stage.stop for stage in stages if _divides_group(stage.stop, sharing))
+    layers = cut_between_groups(len(stages), sharing)
+    advice = f'"layers": {layers}' if layers is not None else f"m6.pseudo_to_real.num_groups {_groups(stages, sharing)}"
+    raise UserError(
+        f"m6.parallel.pipeline: layers {boundary - 1} and {boundary} share weights in the Pseudo stage "
+        f"(m6.pseudo_to_real.num_groups {sharing.num_groups}), but are in different stages; layers that share weights "
+        f"must be in one stage: use {advice}"
+    )
+
+
+def _divides_group(layer: int, sharing: Sharing) -> bool:
+    """Whether a boundary before ``layer`` lies inside a group."""
+    return 0 < layer < sharing.num_layers and sharing.first_layer(layer) != layer
+
+
+def _groups(stages: Sequence[range], sharing: Sharing) -> str:
+    """The fewest groups of which each stage has whole ones, in words."""
+    for number in range(len(stages), sharing.num_layers):
+        if keeps_groups(stages, Sharing(sharing.num_layers, number, sharing.parts)):
+            return str(number)
+    return f"{len(stages)} with other stages, or fewer stages"
+
+
+_HOST = {"device": "cpu", "pin_memory": True}  # copies from and to pinned memory overlap with computation
+
+
+def check_offload(
+    settings: OffloadSettings,
+    deepspeed: DeepSpeedSettings,
+    model: ModelSettings,
+    checkpointing: bool,
+) -> None:
+    """Checks that the run can be offloaded as the section says.
+
+    Args:
+        deepspeed: the settings that ``apply_offload`` returned.
+        checkpointing: whether activation checkpointing is on.
+
+    Raises:
+        UserError: the section contradicts another setting, or a rule cannot be applied.
+    """
+    if settings.policy == "deepspeed":
+        return
+    if model.moe is None:
+        raise UserError(
+            "m6.offload: only experts are offloaded, but the model is dense; add m6.moe, leave m6.offload out, or use "
+            '"policy": "deepspeed"'
+        )
+    if settings.optimizer is not None:
+        settings.optimizer.check()
+    resolve_rules(settings.rules, model, dense_states_on_host=offloads_states(deepspeed))
+    resolve_activation_rules(settings.rules, model, checkpointing)
+
+
+def apply_offload(settings: OffloadSettings, deepspeed: DeepSpeedSettings, model: ModelSettings) -> DeepSpeedSettings:
+    """Adds DeepSpeed's own offload to its settings, where ``m6.offload`` needs it.
+
+    Raises:
+        UserError: ``m6.offload`` and DeepSpeed's keys contradict each other.
+    """
+    if settings.policy == "deepspeed":
+        return _with_deepspeed_offload(settings, deepspeed)
+    return deepspeed if model.moe is None else _with_dense_states(settings.rules, model, deepspeed)
+
+
+def offloads_states(deepspeed: DeepSpeedSettings) -> bool:
+    """Whether DeepSpeed keeps the optimizer state on the host."""
+    section = deepspeed.keys.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return section.get("device", "none") != "none"
+
+
+def _with_dense_states(
+    rules: list[OffloadRule], model: ModelSettings, deepspeed: DeepSpeedSettings
+) -> DeepSpeedSettings:
+    """Turns on DeepSpeed's offload of the optimizer if the rules place all of its state on the host."""
+    dense = {(kind, layer) for kind, layer in layer_modules(model) if kind != "expert"}
+    named = {
+        (kind, layer)
+        for (kind, layer, tensor), (_, place) in match_rules(rules, model).items()
+        if tensor == "optimizer_state" and place == "host"
+    }
+    # The JSON may have turned on DeepSpeed's offload itself.
+    if not dense & named or offloads_states(deepspeed):
+        return deepspeed
+    if dense - named:
+        missing = ", ".join(sorted({kind for kind, _ in dense - named}))
+        raise UserError(
+            "m6.offload.rules: DeepSpeed holds the optimizer state of everything but experts, and offloads all of it "
+            f"or none: name every layer of {missing} too, or none of the dense kinds"
+        )
+    if deepspeed.zero_stage == 0:
+        raise UserError(
+            "m6.offload.rules: DeepSpeed offloads optimizer state at zero_optimization.stage 1 or 2, found 0"
+        )
+    section = {**deepspeed.keys["zero_optimization"], "offload_optimizer": _HOST}
+    return split_deepspeed({**deepspeed.keys, "zero_optimization": section})
+
+
+def _with_deepspeed_offload(settings: OffloadSettings, deepspeed: DeepSpeedSettings) -> DeepSpeedSettings:
+    for key in sorted(settings.model_fields_set - {"policy"}):
+        raise UserError(f'm6.offload.{key}: "policy": "deepspeed" would ignore it; leave out this key or the policy')
+    section: dict[str, Any] = deepspeed.keys.get("zero_optimization", {})
+    if deepspeed.zero_stage == 0:
+        raise UserError('m6.offload: "policy": "deepspeed" needs zero_optimization.stage 1, 2 or 3, found 0')
+    for key in ("offload_optimizer", "offload_param"):
+        if key in section:
+            raise UserError(
+                f'zero_optimization.{key}: m6.offload with "policy": "deepspeed" sets it; keep only one of them'
+            )
+    offload = {"offload_optimizer": _HOST, **({"offload_param": _HOST} if deepspeed.zero_stage == 3 else {})}
+    return split_deepspeed({**deepspeed.keys, "zero_optimization": {**section, **offload}})

@@ -15,10 +15,23 @@ import pyarrow.parquet as pq
 
 from m6.data.manifest import MANIFEST_NAME, Manifest, Shard, SplitEntry
 from m6.data.order import OPEN_BLOCKS
-from m6.data.shards import SCHEMA
 from m6.data.verification import verify_shards
 from m6.errors import UserError
 from m6.files import reading
+
+SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("image", pa.binary()),
+        pa.field("question", pa.string()),
+        pa.field("answer", pa.string()),
+        pa.field("context", pa.string()),
+        pa.field("group", pa.string(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+    ]
+)
+"""The columns of a shard."""
 
 # For a split up to this size all checksums are verified when it is opened. This takes seconds, once per machine. For a
 # larger split, the checksum of a page is verified whenever the page is read; "m6 data verify" verifies everything.
@@ -156,7 +169,7 @@ def open_split(
         manifest: manifest of the data folder.
         source: name of the source.
         split: name of the split.
-        columns: the columns of ``m6.data.shards.SCHEMA`` to read.
+        columns: the columns of ``SCHEMA`` to read.
         cache: cache of row groups for a large split.
 
     Raises:

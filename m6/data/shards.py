@@ -17,20 +17,9 @@ import pyarrow.parquet as pq
 from m6 import files
 from m6.data.manifest import SPLITS, Origin, Shard, SourceEntry, SourceKind, Split, SplitEntry
 from m6.data.overlap import Contents
+from m6.data.reader import SCHEMA
 from m6.data.sources.base import Row
 
-SCHEMA = pa.schema(
-    [
-        pa.field("id", pa.string(), nullable=False),
-        pa.field("text", pa.string(), nullable=False),
-        pa.field("image", pa.binary()),
-        pa.field("question", pa.string()),
-        pa.field("answer", pa.string()),
-        pa.field("context", pa.string()),
-        pa.field("group", pa.string(), nullable=False),
-        pa.field("source", pa.string(), nullable=False),
-    ]
-)
 SHARD_BYTES = 64 << 20
 # A reader keeps tens of row groups in memory, see m6/data/order.py. Larger row groups hardly compress better.
 ROW_GROUP_BYTES = 1 << 20

@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 
 from m6.architecture.configuration import M6Config
 from m6.checkpoints.ancestry import initial_record, write_record
-from m6.checkpoints.format import CheckpointReader
-from m6.checkpoints.fragment import WEIGHT
+from m6.checkpoints.format import WEIGHT, CheckpointReader
 from m6.checkpoints.loading import (
     INDEX,
     WEIGHTS,

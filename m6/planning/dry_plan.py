@@ -10,9 +10,9 @@ from m6.config.checks import check_world_size
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.formatting import format_mib, markdown_table
+from m6.planning.cost.step_time import MEMORY_FRACTION
 from m6.planning.machine.cluster import Nodes
 from m6.planning.machine.profile import Profile
-from m6.planning.search.planner import MEMORY_FRACTION
 from m6.planning.search.stages import pseudo_sharing
 from m6.training.fake_world import fake_process_group
 from m6.training.offloading.modules import experts_of

@@ -16,12 +16,11 @@ from m6.data.collate import MicroBatch
 from m6.errors import UserError
 from m6.formatting import markdown_table
 from m6.model.outputs import M6Output
-from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.layout import ParallelLayout, layout_of
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.work import RoutedRows, work_of
 from m6.planning.machine.cluster import Nodes
 from m6.planning.machine.profile import Profile
-from m6.planning.search.configuration import layout_of
 from m6.runs.processes import Runtime
 from m6.runs.signals import Requests
 from m6.training.engine.build import build_engine

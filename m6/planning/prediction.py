@@ -15,16 +15,13 @@ from m6.architecture.sharing import Sharing
 from m6.config.run import RunConfig, load_config
 from m6.errors import UserError
 from m6.files import parse_object, write_json
-from m6.formatting import format_bytes, format_mib, markdown_table
+from m6.formatting import format_bytes, format_gb, format_mib, markdown_table
 from m6.model.parameters import num_parameters
-from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.layout import ParallelLayout, layout_of
 from m6.planning.cost.memory import MemoryFootprint, MemoryModel
-from m6.planning.machine.calibration import fit_factors, fit_memory, kendall_tau, regret
+from m6.planning.cost.step_time import cost_models
 from m6.planning.machine.cluster import Cluster, detect_cluster
 from m6.planning.machine.profile import Profile
-from m6.planning.search.configuration import layout_of
-from m6.planning.search.planner import Planner
-from m6.planning.search.results import PricedLayout, format_gb
 from m6.runs.directory import RunDirectory
 from m6.training.sizes import BatchShape, full_row
 from m6.validation import validate
@@ -119,12 +116,12 @@ def announce(run: Path, config: RunConfig, world_size: int, batch: BatchShape, p
     try:
         cluster = detect_cluster(world_size)
         layout = layout_of(config, world_size)
-        planner = Planner(config, cluster, profile, batch, config.last_sharing)
-        plan = PricedLayout(layout, planner.memory(layout), planner.time(layout))
+        memory_of, time_of = cost_models(config, cluster, profile, batch, config.last_sharing)
+        footprint, seconds = memory_of(layout), time_of(layout)
     except UserError as error:
         return f"no plan: {error}"
     factors = {part: profile.factor(part) for part in profile.factors}
-    memory, process = _measurable(plan.footprint)
+    memory, process = _measurable(footprint)
     calibrated = profile.calibrated or bool(profile.factors)
     write_json(
         run / _FILE,
@@ -135,19 +132,19 @@ def announce(run: Path, config: RunConfig, world_size: int, batch: BatchShape, p
             "profile": profile.source,
             "calibrated": calibrated,
             "factors": factors,
-            "seconds": plan.time.parts(),
-            "bytes": plan.footprint.parts(),
+            "seconds": seconds.parts(),
+            "bytes": footprint.parts(),
             "activation_factor": profile.activation_factor,
             "memory_bytes": memory,
             "process_bytes": process,
         },
     )
-    most = f"memory at most {format_gb(plan.footprint.peak)} a rank and {format_gb(plan.footprint.host)} offloaded"
+    most = f"memory at most {format_gb(footprint.peak)} a rank and {format_gb(footprint.host)} offloaded"
     if not _predicts_seconds(calibrated):
-        return f"plan: {plan.layout}: {most}; seconds a step on a CPU need a profile of `m6 plan calibrate`"
+        return f"plan: {layout}: {most}; seconds a step on a CPU need a profile of `m6 plan calibrate`"
     # The line stands in logs, far from the explanation of assumed efficiencies in the README.
     stamp = "" if calibrated else " (uncalibrated)"
-    return f"plan: {plan.layout}: {plan.time.total:.3g} s a step{stamp}, {most}"
+    return f"plan: {layout}: {seconds.total:.3g} s a step{stamp}, {most}"
 
 
 class RunForecast:
@@ -299,7 +296,8 @@ def _predict_again(run: Path, plan: _Record, profile: Profile) -> dict[str, floa
         raise UserError(f"{run / _FILE}: has no cluster and no batch to predict the run again; validate a newer run")
     config = load_config(run / "config.json")
     unfitted = profile.model_copy(update={"factors": {}})
-    return Planner(config, plan.cluster, unfitted, plan.batch, config.last_sharing).time(plan.layout).parts()
+    _, time_of = cost_models(config, plan.cluster, unfitted, plan.batch, config.last_sharing)
+    return time_of(plan.layout).parts()
 
 
 def outcome_line(run: Path) -> str:
@@ -346,6 +344,8 @@ def validation_table(outcomes: list[Outcome], profile: Profile) -> str:
         )
     lines = [markdown_table(_VALIDATION_HEADER, rows)]
     if len(outcomes) > 1:
+        from m6.planning.machine.calibration import kendall_tau, regret
+
         times, measured = [each.seconds(profile) for each in outcomes], [each.measured_s for each in outcomes]
         lines += ["", f"Kendall's tau {kendall_tau(times, measured):.2f}, regret {regret(times, measured):.1%}."]
     return "\n".join(lines)
@@ -353,6 +353,8 @@ def validation_table(outcomes: list[Outcome], profile: Profile) -> str:
 
 def refit(profile: Profile, outcomes: list[Outcome]) -> Profile:
     """``profile`` with factors and process memory fitted to these runs."""
+    from m6.planning.machine.calibration import fit_factors, fit_memory
+
     factors = fit_factors([each.parts for each in outcomes], [each.measured_s for each in outcomes])
     measured = [each.measured_bytes for each in outcomes]
     on_cpu = any(each.process is not None for each in outcomes)

@@ -14,11 +14,11 @@ from typing import Any
 from m6.config.elastic import CHANGEABLE, FIXED_SUMS, ElasticSettings
 from m6.config.run import RunConfig
 from m6.errors import UserError
-from m6.planning.cost.layout import DIMENSIONS, ParallelLayout, divisors
+from m6.planning.cost.layout import DIMENSIONS, ParallelLayout, choices_of, divisors
 from m6.planning.machine.calibration import fit_factors
 from m6.planning.machine.cluster import Cluster, detect_cluster, load_cluster
 from m6.planning.machine.profile import Profile
-from m6.planning.search.configuration import choices_of, configure
+from m6.planning.search.configuration import configure
 from m6.planning.search.feasibility import Feasibility
 from m6.planning.search.planner import Planner
 from m6.runs.layouts import LayoutRecord

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from m6.config.offload import OffloadSettings
-from m6.formatting import markdown_table
+from m6.formatting import format_gb, markdown_table
 from m6.planning.cost.compute_time import StepTime
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import checkpoint_bytes, copied_bytes
@@ -11,7 +11,7 @@ from m6.planning.search.alternatives import alternatives, compression_line, dela
 from m6.planning.search.job_files import checkpoint_s, signal_lead_s
 from m6.planning.search.neighbours import fastest_streamed, neighbours, smallest_cluster
 from m6.planning.search.planner import Planner
-from m6.planning.search.results import PricedLayout, Rejection, SearchResult, format_gb
+from m6.planning.search.results import PricedLayout, Rejection, SearchResult
 from m6.planning.search.stages import RunPlan, pseudo_sharing
 
 _HEADER = ("layout", "step s", "device GB", "host GB a node", "tokens/s")

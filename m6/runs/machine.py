@@ -13,7 +13,6 @@ from m6.config.deepspeed import DeepSpeedSettings, prepare_deepspeed
 from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.model.patch_encoders import check_patch_encoder
-from m6.runs.cards import lacking_kernels
 from m6.runs.environment import is_main_of_environment
 from m6.runs.processes import own_device
 from m6.runs.trackers import check_trackers
@@ -42,6 +41,8 @@ def check_machine(config: RunConfig) -> None:
 def _check_kernels() -> None:
     if torch.cuda.is_available():
         card = own_device()
+        from m6.runs.cards import lacking_kernels
+
         problem = lacking_kernels(torch.cuda.get_device_capability(card), torch.cuda.get_arch_list())
         if problem:
             raise UserError(f"{torch.cuda.get_device_name(card)}, {problem}")

@@ -22,14 +22,15 @@ from m6.checkpoints.adapters import BaseWeights
 from m6.checkpoints.discovery import complete_checkpoints, remove_checkpoint, remove_half_written
 from m6.checkpoints.format import (
     MANIFEST,
+    WEIGHT,
     CheckpointReader,
+    Fragment,
     WeightReader,
     no_sign,
     step_folder,
     write_manifest,
     write_shards,
 )
-from m6.checkpoints.fragment import WEIGHT, Fragment
 from m6.config.run import RunConfig
 from m6.data.settings import DataSettings
 from m6.errors import StorageError, UserError

@@ -1,4 +1,4 @@
-"""Transient faults: the run returns to its last checkpoint, once. If the fault comes back, the run has failed.
+"""Faults. A transient one returns the run to its last checkpoint, once. If it comes back, the run has failed.
 
 Megatron-LM's rerun state machine distinguishes transient and persistent faults in the same way. If a second computation
 of the same steps repeats a fault, its cause is in the data, in the program or in a broken device.
@@ -6,6 +6,8 @@ of the same steps repeats a fault, its cause is in the data, in the program or i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -65,6 +67,21 @@ def end(fault: Fault, run: RunDirectory, may_restart: bool) -> NoReturn:
     if restart := on_main_rank(decide):
         raise PassingFault(restart)
     raise UserError(fault.reason)
+
+
+@contextmanager
+def naming_the_budget() -> Iterator[None]:
+    """Turns an exceeded device budget into a RetryableError: "auto" may find more memory in the next attempt."""
+    try:
+        yield
+    except RuntimeError as error:
+        from offload import DeviceOutOfMemory  # only a run that offloads raises it, and has imported it
+
+        if not isinstance(error, DeviceOutOfMemory):
+            raise
+        raise RetryableError(
+            f"m6.offload.device_budget_mib: {error}; take a larger budget, or a smaller micro-batch"
+        ) from error
 
 
 def _read(run: RunDirectory) -> dict[str, int] | None:

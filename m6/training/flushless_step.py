@@ -11,8 +11,7 @@ from m6.runs.processes import Runtime
 from m6.runs.signals import Requests
 from m6.training.engine.engine import Engine, Update
 from m6.training.engine.flushless_pipeline import FlushlessPipelineEngine
-from m6.training.reporting.outcome import StepOutcome
-from m6.training.reporting.sums import StepResult
+from m6.training.reporting.sums import StepOutcome, StepResult
 from m6.training.stages.stage import Stage
 from m6.training.train_step import BegunStep, TrainStep
 

@@ -10,14 +10,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from m6.architecture.configuration import M6Config
 from m6.architecture.sharing import Sharing
-from m6.checkpoints.ancestry import keep_initial
 from m6.checkpoints.discovery import lost_newest, open_newest, open_together
 from m6.checkpoints.format import no_sign
-from m6.checkpoints.initial import open_initial_weights
 from m6.checkpoints.tokenizers import keep_tokenizers
 from m6.config.checks import check_world_size
 from m6.config.run import RunConfig
@@ -33,24 +31,24 @@ from m6.runs.trackers import Trackers
 from m6.training.checkpointing import Checkpointer, check_same_sums, check_same_tokenizers, restore, restore_weights
 from m6.training.engine.build import build_engine
 from m6.training.evaluation import evaluate
-from m6.training.faults import Fault, PassingFault, end
-from m6.training.flushless_step import FlushlessTrainStep
+from m6.training.faults import Fault, PassingFault, end, naming_the_budget
 from m6.training.mesh import ParallelDims
 from m6.training.meta_model import count_trained
-from m6.training.offloading.experts import naming_the_budget
 from m6.training.replicas import find_difference
 from m6.training.reporting.console import Console
 from m6.training.reporting.experts import UnroutedTokens, reports_loads
 from m6.training.reporting.interval import IntervalReport
 from m6.training.reporting.nonfinite import NonfinitePolicy, find_nonfinite_weights
-from m6.training.reporting.outcome import StepOutcome
 from m6.training.reporting.ranks import RankTimes
-from m6.training.reporting.samples import open_sample_grids
+from m6.training.reporting.sums import StepOutcome
 from m6.training.schedule import NEXT_RATE, changed_rate, scheduled_rate
 from m6.training.sizes import BatchShape
 from m6.training.stages.metrics import StageMetrics
 from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep, micro_batch_numbers
+
+if TYPE_CHECKING:
+    from m6.training.reporting.samples import SampleGrids
 
 
 class Forecast(Protocol):
@@ -120,7 +118,7 @@ class Trainer:
         self.unrouted = UnroutedTokens(config)
         checkpoint = self.settings.checkpoint
         self.checkpointer = Checkpointer(run.checkpoints, runtime, checkpoint.keep_last, checkpoint.async_save)
-        self.sample_grids = open_sample_grids(config, self.data.tokenizer, run.root / SAMPLES, runtime)
+        self.sample_grids = self._open_sample_grids()
         self.stop_flag = stop_flag or StopFlag()
         self.step = self.samples_seen = self.tokens_seen = 0
         # Last: if the constructor fails, no caller can close the trackers.
@@ -264,8 +262,20 @@ class Trainer:
 
     def _build_engine(self) -> None:
         self.engine = build_engine(self.config, self.runtime, self.stage.sharing)
-        kind = FlushlessTrainStep if self.config.is_flushless else TrainStep
-        self.train_step = kind(self.engine, self.config, self.runtime, self.stage)
+        arguments = self.engine, self.config, self.runtime, self.stage
+        if self.config.is_flushless:
+            from m6.training.flushless_step import FlushlessTrainStep
+
+            self.train_step: TrainStep = FlushlessTrainStep(*arguments)
+        else:
+            self.train_step = TrainStep(*arguments)
+
+    def _open_sample_grids(self) -> SampleGrids | None:
+        if self.settings.samples is None:
+            return None
+        from m6.training.reporting.samples import open_sample_grids
+
+        return open_sample_grids(self.config, self.data.tokenizer, self.run.root / SAMPLES, self.runtime)
 
     def _resume(self) -> None:
         for problem in self.problems:
@@ -281,6 +291,8 @@ class Trainer:
             if warning := changed_rate(self.config, state):
                 self._print(warning)
         elif self.settings.init is not None:
+            from m6.checkpoints.initial import open_initial_weights
+
             initial = open_initial_weights(self.settings.init, self._show_loading)
             restore_weights(self.engine, initial, self._show_loading)
             self._print(f"{self.run.root} starts from the weights of {self.settings.init}")
@@ -291,7 +303,10 @@ class Trainer:
             self._print(f"warning: {lost}")
         keep_tokenizers(self.run.root, self.data.tokenizer, self.settings.data.image_tokenizer)
         keep_sources(self.run.root, self.data)
-        keep_initial(self.run.root, self.settings.init)
+        if self.settings.init is not None:
+            from m6.checkpoints.ancestry import keep_initial
+
+            keep_initial(self.run.root, self.settings.init)
         keep_captions(self.run.root, self.data, self.settings.init)
         # The previous attempt may have logged steps after its last checkpoint. This attempt repeats them.
         self.run.cut_bad_rows_after(self.step)

@@ -9,7 +9,6 @@ from m6.architecture.sharing import Sharing
 from m6.config.run import RunConfig
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.parameters import add_adapters, share_layers
-from moe.expert_parallel import apply_expert_parallelism
 
 
 def build_meta_model(
@@ -24,7 +23,9 @@ def build_meta_model(
     """
     with torch.device("meta"):
         model = M6ForConditionalGeneration(config.model)
-    if config.m6.moe is not None:
+    if config.m6.moe is not None and (config.m6.training.ep_size > 1 or tensor_group is not None):
+        from moe import apply_expert_parallelism
+
         apply_expert_parallelism(model, config.m6.training.ep_size, same_tokens=tensor_group)
     _add_adapters(model, config)
     if sharing is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from offload import StorageMeter
+if TYPE_CHECKING:
+    from offload import StorageMeter
 
 
 class SavedTensors:
@@ -44,6 +45,8 @@ class SavedTensors:
 
 def new_storages(*existing: Tensor) -> StorageMeter:
     """A meter of the storages made by operators inside ``with``, without the storages of ``existing``."""
+    from offload import StorageMeter
+
     return StorageMeter((), {_key(tensor) for tensor in existing})
 
 

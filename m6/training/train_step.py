@@ -26,8 +26,7 @@ from m6.training.engine.engine import Engine, Update
 from m6.training.mesh import ParallelDims
 from m6.training.reporting.experts import ExpertHealth
 from m6.training.reporting.noise import GradientNoise
-from m6.training.reporting.outcome import StepOutcome
-from m6.training.reporting.sums import StepResult, StepSums, sum_of_all
+from m6.training.reporting.sums import StepOutcome, StepResult, StepSums, sum_of_all
 from m6.training.schedule import scheduled_rate
 from m6.training.stages.stage import Stage
 from moe import BiasBalancer, MoELayer, RoutingStats

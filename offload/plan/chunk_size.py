@@ -9,9 +9,8 @@ from dataclasses import replace
 import torch
 
 from offload.devices.device import Rates
-from offload.memory.layout import Chunk, NextWeights, Stack, lay_out
+from offload.memory.layout import Chunk, NextWeights, Stack, lay_out, sizes_of
 from offload.optimizer.settings import OptimizerSettings
-from offload.plan.sizes import sizes_of
 from offload.plan.solver import solve
 from offload.plan.timeline import LATENCY_S
 from offload.plan.trace import Trace

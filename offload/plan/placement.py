@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.plan.sizes import ChunkBytes
+from offload.memory.layout import ChunkBytes
 from offload.plan.trace import Trace
 
 

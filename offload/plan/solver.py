@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload.devices.device import Rates
+from offload.memory.layout import ChunkBytes, in_mib, window_bytes
 from offload.plan.placement import PlacementConstraints, PlacementPlan
-from offload.plan.sizes import ChunkBytes, in_mib, window_bytes
 from offload.plan.trace import Interval, Trace
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.devices.device import Rates
+from offload.memory.layout import ChunkBytes
 from offload.plan.placement import PlacementPlan
-from offload.plan.sizes import ChunkBytes
 
 LATENCY_S = 2e-5
 """Seconds to start a copy, in addition to the time of its bytes."""

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from offload.devices.device import Device, Peaks
 from offload.memory.host_memory import HostBlock
-from offload.memory.layout import Chunk, NextWeights, Stack, lay_out
+from offload.memory.layout import Chunk, NextWeights, Stack, in_mib, lay_out, sizes_of, staging_bytes, window_bytes
 from offload.optimizer.settings import OptimizerSettings
 from offload.plan.placement import PlacementPlan
-from offload.plan.sizes import in_mib, sizes_of, staging_bytes, window_bytes
 from offload.plan.trace import Trace
 from offload.runtime.activations import ActivationOffload
 from offload.runtime.gradients import GradientOffload

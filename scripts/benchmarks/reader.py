@@ -29,9 +29,8 @@ from m6.data.manifest import Manifest, Origin, Shard, SourceEntry, SplitEntry
 from m6.data.objectives import ObjectivesSettings
 from m6.data.order import Mixture, permuted
 from m6.data.pretraining import PretrainingData
-from m6.data.reader import open_split
+from m6.data.reader import SCHEMA, open_split
 from m6.data.settings import DataSettings
-from m6.data.shards import SCHEMA
 
 SHARDS, SHARD_ROWS, GROUP_ROWS = 2000, 25_000, 6250
 SAMPLES_PER_STEP, MICRO_BATCH = 512, 32

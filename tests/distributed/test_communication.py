@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from m6.checkpoints.comparison import compare, open_step
-from m6.checkpoints.format import CheckpointReader
-from m6.checkpoints.fragment import WEIGHT
+from m6.checkpoints.format import WEIGHT, CheckpointReader
 from m6.config.run import parse_config
 from m6.training.meta_model import build_meta_model
 from m6.training.reduction.messages import sent_bytes

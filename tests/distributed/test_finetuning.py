@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from m6.checkpoints.fragment import WEIGHT
+from m6.checkpoints.format import WEIGHT
 from m6.checkpoints.loading import open_newest_checkpoint
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_training_layouts import TOLERANCE, layout, losses, train

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from m6.checkpoints.comparison import compare, open_step
-from m6.checkpoints.format import CheckpointReader
-from m6.checkpoints.fragment import LATE_GRADIENT, LATE_UPDATE, WEIGHT
+from m6.checkpoints.format import LATE_GRADIENT, LATE_UPDATE, WEIGHT, CheckpointReader
 from m6.config.run import RunConfig, parse_config
 from m6.data.collate import MicroBatch
 from m6.runs.data import open_data

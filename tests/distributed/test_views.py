@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from m6.checkpoints import discovery
 from m6.checkpoints import format as checkpoint_format
-from m6.checkpoints.format import CheckpointReader, write_manifest, write_shards
-from m6.checkpoints.fragment import WEIGHT, Fragment
+from m6.checkpoints.format import WEIGHT, CheckpointReader, Fragment, write_manifest, write_shards
 from m6.errors import StorageError
 from m6.runs.processes import Runtime
 from m6.training import checkpointing

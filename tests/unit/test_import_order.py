@@ -30,7 +30,7 @@ LEVELS = {
     ),
     "m6.training": (
         {"faults", "mesh", "meta_model", "pass_orders", "replicas", "schedule", "sizes", "storages"},
-        {"fake_world", "optimizer_state"},
+        {"fake_world", "optimizers"},
         {"offloading", "reduction"},
         {"engine"},
         {"stages", "reporting", "checkpointing", "evaluation", "tokenizers"},

@@ -5,10 +5,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import moe
+import offload
+from tests.fixtures.tiny_run import write_tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 FORBIDDEN = {
@@ -87,13 +90,64 @@ def test_imports_are_light(modules: str, heavy: tuple[str, ...]):
     assert ended.stdout == "[]\n"
 
 
-def test_moe_gives_its_names_when_they_are_asked_for():
+@pytest.mark.parametrize("package", [moe, offload], ids=lambda package: package.__name__)
+def test_a_package_gives_its_names_when_they_are_asked_for(package: ModuleType):
     """``MoEConfig`` alone needs no torch; tests/unit/cli/test_before_torch.py looks at that."""
-    tree = ast.parse((ROOT / "moe" / "__init__.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / package.__name__ / "__init__.py").read_text(encoding="utf-8"))
     typed = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert {*moe.__all__} == typed - {"import_module", "TYPE_CHECKING", "Any"}
-    for name in moe.__all__:
-        assert getattr(moe, name).__module__.startswith("moe."), name
-        assert getattr(moe, name).__name__ == name
-    with pytest.raises(AttributeError, match="module 'moe' has no attribute 'MoELayers'"):
-        getattr(moe, "MoELayers")  # noqa: B009
+    assert {*package.__all__} == typed - {"import_module", "TYPE_CHECKING", "Any"}
+    for name in set(package.__all__) - {"NextWeights"}:  # a Literal
+        assert getattr(package, name).__module__.startswith(f"{package.__name__}."), name
+        assert getattr(package, name).__name__ == name
+    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'Layers'"):
+        getattr(package, "Layers")  # noqa: B009
+
+
+def imported_modules(file: Path) -> Iterator[str]:
+    """The full names of the modules that a file may import anywhere, inside functions too."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_training_imports_no_planner():
+    """Not even inside of a function: the planner prices what training does, and depends on it."""
+    found = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in modules("m6/training")
+        for name in imported_modules(file)
+        if name.startswith("m6.planning")
+    ]
+    assert not found
+    assert modules("m6/training"), "the walk found no files"
+
+
+LOADED = """
+import atexit, sys
+from m6.cli.main import main
+
+@atexit.register
+def show():
+    print(sum(name.split(".")[0] in ("m6", "moe", "native", "offload") for name in sys.modules))
+
+main()
+"""
+MOST_MODULES = 180
+"""Of our modules and packages, in the process of a small training on one rank."""
+
+
+@pytest.mark.slow
+def test_a_small_training_loads_few_modules(tmp_path: Path):
+    """Parts that only some runs need are imported where a run asks for them."""
+    config = write_tiny_config(tmp_path)
+    ended = subprocess.run(
+        [sys.executable, "-c", LOADED, "pretrain", str(config), "--run-dir", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) <= MOST_MODULES

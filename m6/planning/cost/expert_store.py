@@ -11,7 +11,7 @@ import torch
 from m6.config.offload import OffloadSettings
 from m6.config.run import RunConfig
 from m6.planning.cost.folding import Block, FoldedModel
-from m6.training.offloading.store import DTYPES, expert_optimizer, gradient_dtype_of, next_weights_of
+from m6.training.optimizers import DTYPES, expert_optimizer, gradient_dtype_of, next_weights_of
 from m6.training.sizes import FP32, Precision
 from offload import (
     ChunkBytes,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from m6.architecture.received import PlacementName
+from m6.config.checks import check_world_size
 from m6.config.pipeline import ONE_STAGE, PipelineSettings, Schedule
 from m6.config.run import RunConfig
 from m6.config.shares import BatchSplit
@@ -162,3 +163,42 @@ DIMENSIONS = tuple(field.name for field in fields(ParallelLayout) if field.name 
 def divisors(number: int) -> Iterator[int]:
     """All divisors of ``number``, ascending."""
     return (candidate for candidate in range(1, number + 1) if number % candidate == 0)
+
+
+def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
+    """The layout in a run's JSON.
+
+    Raises:
+        UserError: the run does not fit ``world_size``.
+    """
+    check_world_size(config, world_size)
+    return ParallelLayout(world_size, **choices_of(config))
+
+
+def choices_of(config: RunConfig) -> dict[str, Any]:
+    """The layout values in a run's JSON, by the names of ``ParallelLayout``: all but the number of ranks."""
+    zero = config.deepspeed.keys.get("zero_optimization", {})
+    moe = None if config.m6.moe is None else config.model.moe_config()
+    pipeline = config.pipeline
+    cut = () if pipeline is None else tuple(map(len, pipeline.cut(config.model.num_layers)))
+    return {
+        "ep_size": config.m6.training.ep_size,
+        "tp_size": config.tensor_size,
+        "pp_size": config.pipeline_size,
+        "zero_stage": config.deepspeed.zero_stage,
+        "micro_batch_size": config.deepspeed.micro_batch_size,
+        "checkpointing": config.m6.training.activation_checkpointing,
+        "offload_optimizer": _offloads(zero.get("offload_optimizer")),
+        "offload_params": _offloads(zero.get("offload_param")),
+        "stream_experts": config.expert_store is not None,
+        "ranks_per_node": 0 if moe is None else moe.ranks_per_node or 0,
+        "micro_batches_at_once": config.m6.training.micro_batches_at_once,
+        "schedule": "1f1b" if pipeline is None else pipeline.schedule,
+        "cut": cut,
+        "placement": "1d" if config.tensor is None else config.tensor.placement,
+        "shares": tuple(config.m6.parallel.shares or ()),
+    }
+
+
+def _offloads(section: dict[str, Any] | None) -> bool:
+    return section is not None and section.get("device", "none") != "none"

@@ -28,7 +28,7 @@ from m6.planning.cost.folding import Block, FoldedModel, fold, shared_gradients
 from m6.planning.cost.layout import ParallelLayout, is_flushless
 from m6.planning.cost.parameter_counts import ParameterCounts, count_parameters
 from m6.planning.machine.profile import Profile
-from m6.training.optimizer_state import ADAMW_MOMENTS
+from m6.training.optimizers import ADAMW_MOMENTS
 from m6.training.reduction.messages import BUCKET_ELEMENTS, GradientTensor, is_compressed, messages
 from m6.training.sizes import BUCKET_NUMEL, FP32, BatchShape, Precision, full_row, scale_batch
 from moe.expectation import ExpectedRouting, expected_routing

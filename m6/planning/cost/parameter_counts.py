@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from m6.planning.cost.folding import FoldedModel, Shape
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.work import Matmul
-from m6.training.optimizer_state import (
+from m6.training.optimizers import (
     ADAMW_MOMENTS,
     MUON_BATCH_ELEMENTS,
     MUON_ITERATIONS,

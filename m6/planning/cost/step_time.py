@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal
 
+from m6.architecture.sharing import Sharing
 from m6.config.run import RunConfig
 from m6.config.shares import shortened
 from m6.planning.cost.communication_time import ExchangeTime, ReductionTime, expert_replicas
@@ -34,7 +35,10 @@ from m6.planning.cost.pipeline_time import PipelineTime
 from m6.planning.cost.work import Matmul
 from m6.planning.machine.cluster import Cluster, Nodes, RankGroup, collective_s, contiguous_group, send_s
 from m6.planning.machine.profile import Profile
-from m6.training.sizes import FP32
+from m6.training.sizes import FP32, BatchShape
+
+MEMORY_FRACTION = 0.9
+"""The default usable share of a memory; allocators need the rest."""
 
 
 def added_bytes(memory: MemoryModel, layout: ParallelLayout, passes: int, place: int) -> float:
@@ -387,3 +391,29 @@ def muon_products_s(
         share = part.number / (replicas if layout.zero_stage > 0 else 1)
         seconds += share * sum(matmul_s(product) for product in part.products(dtype))
     return seconds
+
+
+def cost_models(
+    config: RunConfig,
+    cluster: Cluster,
+    profile: Profile,
+    batch: BatchShape | None = None,
+    sharing: Sharing | None = None,
+    memory_fraction: float = MEMORY_FRACTION,
+) -> tuple[MemoryModel, TimeModel]:
+    """The models of the memory and the time of one run on one cluster.
+
+    Args:
+        batch: the shape of a micro-batch of the run's data; None: rows without padding.
+        sharing: what the layers share in the Pseudo phase; None: nothing.
+        memory_fraction: the usable share of each memory.
+    """
+    on_cpu = cluster.smallest.links.host is None
+    device_bytes = None  # for the store of m6.offload; a CPU has host memory alone
+    if not on_cpu:
+        usable, store = cluster.smallest.device.memory_bytes * memory_fraction, config.expert_store
+        if store is not None and not isinstance(store.device_budget_mib, str):
+            usable = min(usable, store.device_budget_mib * 2**20)
+        device_bytes = int(usable)
+    memory = MemoryModel(config, profile, batch, sharing, on_cpu, device_bytes)
+    return memory, TimeModel(config, cluster, profile, memory)

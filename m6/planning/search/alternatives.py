@@ -21,13 +21,14 @@ from m6.architecture.received import (
 from m6.config.combinations import SLICES, Run, refusals
 from m6.config.communication import CommunicationSettings
 from m6.config.pipeline import ONE_STAGE, ParallelSettings, PipelineSettings
-from m6.config.pipeline_checks import check_slices
+from m6.config.section_checks import check_slices
 from m6.config.sections import GradientDelaySettings
 from m6.errors import UserError
+from m6.formatting import format_gb
 from m6.planning.cost.layout import ParallelLayout, is_flushless
 from m6.planning.machine.cluster import rate
 from m6.planning.search.planner import Planner
-from m6.planning.search.results import PricedLayout, Rejection, SearchResult, format_gb
+from m6.planning.search.results import PricedLayout, Rejection, SearchResult
 from m6.training.engine.slices import slice_tokens, slice_work
 
 # Usual choices: the densities and the rank of scripts/experiments/gradient_bytes.

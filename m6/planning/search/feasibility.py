@@ -12,8 +12,8 @@ from typing import Literal
 
 from m6.config.combinations import Run, needs_of_equal_shares
 from m6.config.pipeline import ONE_STAGE, PipelineSettings
-from m6.config.pipeline_checks import check_sharing, cut_between_groups
 from m6.config.run import RunConfig
+from m6.config.section_checks import check_sharing, cut_between_groups
 from m6.errors import UserError
 from m6.formatting import markdown_table
 from m6.planning.cost.layout import ParallelLayout

@@ -20,18 +20,17 @@ from m6.config.pipeline import ONE_STAGE, Schedule
 from m6.config.run import RunConfig
 from m6.config.tensor import TensorSettings
 from m6.errors import UserError
+from m6.formatting import format_gb
 from m6.planning.cost.layout import ParallelLayout, divisors
-from m6.planning.cost.memory import MemoryFootprint, MemoryModel, copied_bytes
+from m6.planning.cost.memory import MemoryFootprint, copied_bytes
 from m6.planning.cost.stage_cuts import Fits, Suits
-from m6.planning.cost.step_time import TimeModel
+from m6.planning.cost.step_time import MEMORY_FRACTION, cost_models
 from m6.planning.machine.cluster import Cluster
 from m6.planning.machine.profile import Profile
 from m6.planning.search.feasibility import Feasibility
-from m6.planning.search.results import TIME_TOLERANCE, PricedLayout, Rejection, RejectionKind, SearchResult, format_gb
+from m6.planning.search.results import TIME_TOLERANCE, PricedLayout, Rejection, RejectionKind, SearchResult
 from m6.training.sizes import BatchShape
 
-MEMORY_FRACTION = 0.9
-"""The default usable share of a memory; allocators need the rest."""
 _MIB = 2**20
 SEARCHED: tuple[Schedule, ...] = ("1f1b", "interleaved_1f1b", "zbv")
 """The schedules of a search. The others never win: "interleaved_zero_bubble" and "dualpipev" wait as long as "zbv" or
@@ -65,20 +64,9 @@ class Planner:
     ) -> None:
         self.config, self.cluster, self.profile = config, cluster, profile or Profile()
         self.memory_fraction, self.forced = memory_fraction, forced or {}
-        on_cpu = cluster.smallest.links.host is None
-        self.memory = MemoryModel(config, self.profile, batch, sharing, on_cpu, self._device_bytes())
-        self.time = TimeModel(config, cluster, self.profile, self.memory)
+        self.memory, self.time = cost_models(config, cluster, self.profile, batch, sharing, memory_fraction)
         self.feasibility = feasibility or Feasibility(config)
         self._copied: dict[ParallelLayout, float] = {}
-
-    def _device_bytes(self) -> int | None:
-        """Bytes of a device usable by the store of ``m6.offload``; None: there is host memory alone."""
-        if self.cluster.smallest.links.host is None:
-            return None
-        least, store = self.cluster.smallest.device.memory_bytes * self.memory_fraction, self.config.expert_store
-        if store is not None and not isinstance(store.device_budget_mib, str):
-            least = min(least, store.device_budget_mib * _MIB)
-        return int(least)
 
     def changed(self, **changes: Any) -> Planner:
         """A planner with some arguments changed."""

@@ -114,8 +114,3 @@ def _schedule(plan: PricedLayout) -> Schedule | None:
 
 def _seconds(plan: PricedLayout) -> float:
     return plan.time.total
-
-
-def format_gb(num_bytes: float) -> str:
-    """Gigabytes of 10^9 bytes."""
-    return f"{num_bytes / 1e9:,.2f} GB"

@@ -1,9 +1,13 @@
-"""Builds the model, the optimizer and the engine from a validated configuration."""
+"""Builds the model, the optimizer and the engine from a validated configuration.
+
+What only some runs need is imported where it is chosen.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,23 +16,18 @@ from m6.config.checks import check_world_size
 from m6.config.run import RunConfig
 from m6.model.initialization import initialize_parameters
 from m6.model.modeling import M6ForConditionalGeneration
-from m6.model.parameters import divide_gradients, matrices_of_blocks
+from m6.model.parameters import divide_gradients
 from m6.model.stages import keep_layers
 from m6.model.tensor import divide_layers
 from m6.runs.processes import Runtime
-from m6.training.engine import tensor_norms
 from m6.training.engine.engine import Engine
-from m6.training.engine.flushless_pipeline import FlushlessPipelineEngine
-from m6.training.engine.large_batch import LargeBatchOptimizer
-from m6.training.engine.matrices import layouts_in_zero
-from m6.training.engine.muon import Muon
-from m6.training.engine.optimizer import build_optimizer
-from m6.training.engine.pipeline import PipelineEngine
-from m6.training.engine.sliced_pipeline import SlicedPipelineEngine
+from m6.training.engine.optimizer import build_optimizer, follow_partitions
 from m6.training.mesh import Mesh, ParallelDims
 from m6.training.meta_model import build_meta_model
-from m6.training.offloading.experts import OffloadedExperts
 from moe import MoELayer
+
+if TYPE_CHECKING:
+    from m6.training.offloading.experts import OffloadedExperts
 
 
 def build_model(
@@ -66,7 +65,11 @@ def build_model(
         groups = mesh.dims.ranks("tp")
         divide_layers(model, config.model, config.tensor.placement, groups, mesh.dims.rank, mesh.own_group)
     replicas = None if mesh is None else mesh.replicas
-    offloaded = None if config.expert_store is None else OffloadedExperts(model, config, device, sharing, replicas)
+    offloaded = None
+    if config.expert_store is not None:
+        from m6.training.offloading.experts import OffloadedExperts
+
+        offloaded = OffloadedExperts(model, config, device, sharing, replicas)
     model.to_empty(device=device)
     model.tie_weights()
     initialize_parameters(model, training.seed)
@@ -114,10 +117,8 @@ def build_engine(
             mpu=mpu,
             dist_init_required=False,
         )
-    if isinstance(optimizer, Muon) and config.deepspeed.zero_stage > 0:
-        optimizer.layouts = layouts_in_zero(initialized.optimizer, matrices_of_blocks(model, config.model))
-    if isinstance(optimizer, LargeBatchOptimizer) and config.deepspeed.zero_stage > 0:
-        optimizer.layouts = tensor_norms.layouts_in_zero(initialized.optimizer)
+    if config.deepspeed.zero_stage > 0:
+        follow_partitions(optimizer, initialized.optimizer, model, config.deepspeed)
     if runtime.world_size == 1 and config.deepspeed.zero_stage == 0:
         # With one rank there is nothing to average, but DeepSpeed would still copy every gradient twice.
         initialized.enable_backward_allreduce = False
@@ -125,8 +126,16 @@ def build_engine(
 
 
 def _engine_type(config: RunConfig) -> type[Engine]:
-    if config.pipeline is not None:
-        if config.is_flushless:
-            return FlushlessPipelineEngine
-        return PipelineEngine if config.pipeline.slices is None else SlicedPipelineEngine
-    return Engine
+    if config.pipeline is None:
+        return Engine
+    if config.is_flushless:
+        from m6.training.engine.flushless_pipeline import FlushlessPipelineEngine
+
+        return FlushlessPipelineEngine
+    if config.pipeline.slices is not None:
+        from m6.training.engine.sliced_pipeline import SlicedPipelineEngine
+
+        return SlicedPipelineEngine
+    from m6.training.engine.pipeline import PipelineEngine
+
+    return PipelineEngine

@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from m6.checkpoints.format import WeightReader
-from m6.checkpoints.fragment import Fragment
+from m6.checkpoints.format import Fragment, WeightReader
 from m6.config.run import RunConfig
-from m6.training.engine.handover import take_gradient
-from m6.training.engine.partitions import is_expert
+from m6.training.engine.partitions import is_expert, take_gradient
 from m6.training.engine.reducer import AllReducedGradients, GradientReducer
 from m6.training.engine.tensor_norms import norms_of
 from m6.training.mesh import Mesh, expert_group

@@ -15,32 +15,28 @@ import torch
 from torch import Tensor, nn
 
 from m6.architecture.sharing import Sharing
-from m6.checkpoints.format import WeightReader
-from m6.checkpoints.fragment import LATE_UPDATE, Fragment
+from m6.checkpoints.format import LATE_UPDATE, Fragment, WeightReader
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.errors import UserError
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.outputs import M6Output
+from m6.model.stages import ModelStage
 from m6.training.engine import state
 from m6.training.engine.clipping import PartGroups, clip_gradients, count_in_norm, gradient_norm, shrink
-from m6.training.engine.compressed import CompressedGradients
 from m6.training.engine.fragments import fragments
-from m6.training.engine.handover import give_partition
-from m6.training.engine.late_gradients import LateGradients
-from m6.training.engine.loss_scale import LossScale
-from m6.training.engine.partitions import is_expert, is_partitioned
+from m6.training.engine.partitions import give_partition, is_expert, is_partitioned
 from m6.training.engine.reducer import AllReducedGradients, GradientReducer
-from m6.training.engine.tensor import DividedMatrices
-from m6.training.engine.tree_gradients import TreeGradients
-from m6.training.engine.turns import forward_in_turns
 from m6.training.mesh import Mesh, expert_group, named_expert_group
-from m6.training.offloading.experts import OffloadedExperts
 from m6.training.replicas import Replicated
 from m6.training.storages import storage_bytes
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+
+    from m6.training.engine.late_gradients import LateGradients
+    from m6.training.engine.tensor import DividedMatrices
+    from m6.training.offloading.experts import OffloadedExperts
 
 LossFunction = Callable[[MicroBatch, M6Output], Tensor]
 """Maps a micro-batch and the model's output, both on the device, to the loss for ``accumulate``.
@@ -109,7 +105,7 @@ class Engine:
         self._max_norm = config.deepspeed.gradient_clipping
         self._expert_group = expert_group("expert_parallel", config.m6.training.ep_size)
         self._part_groups = PartGroups(mesh.tensor, self._expert_group)
-        self._divided = None if mesh.tensor is None else DividedMatrices(mesh, deepspeed.module)
+        self._divided = _divided_matrices(mesh, deepspeed.module)
         self._learning_rate = 0.0
         self._shares: tuple[int, ...] | None = None
         self.replicas = mesh.replicas
@@ -119,8 +115,8 @@ class Engine:
         self._reducer = _reducer(config, mesh, self.module, offloaded)
         self._reduces_alone = deepspeed.enable_backward_allreduce
         self.averaged_over = 1 if self._reducer.measures_sums else mesh.dims.dp
-        self._loss_scale = LossScale(deepspeed.optimizer) if self._zero_stage > 0 else None
-        self._late = None if config.m6.gradient_delay is None else LateGradients(deepspeed)
+        self._loss_scale = state.LossScale(deepspeed.optimizer) if self._zero_stage > 0 else None
+        self._late = _late_gradients(config, deepspeed)
         # At stage 0 our own clipping adds the experts to the norm, see ``update``.
         if offloaded is not None and self._zero_stage > 0:
             count_in_norm(deepspeed.optimizer, lambda: offloaded.squares)
@@ -188,7 +184,7 @@ class Engine:
         """Runs the model on several interleaved micro-batches, see ``m6.model.stages``, or on a single micro-batch."""
         if len(batches) == 1:
             return [self.forward(batches[0], seeds[0])]
-        return forward_in_turns(self._deepspeed, batches, seeds, self._device)
+        return _forward_in_turns(self._deepspeed, batches, seeds, self._device)
 
     def forward(self, batch: MicroBatch, seed: int | None = None) -> M6Output:
         """Runs the model on a micro-batch on the engine's device; the output has no logits.
@@ -439,11 +435,54 @@ class Engine:
         return [*resident, *(p.grad for p in self.module.parameters() if p.grad is not None)]
 
 
+def _forward_in_turns(
+    deepspeed: DeepSpeedEngine, batches: Sequence[MicroBatch], seeds: Sequence[int], device: torch.device
+) -> list[M6Output]:
+    """Runs the model on interleaved micro-batches, to overlap computation with the exchange of tokens.
+
+    Args:
+        batches: on ``device``.
+        seeds: for dropout, one for each micro-batch.
+    """
+    layers = ModelStage.whole(deepspeed.module)
+    inputs = [(batch.model_inputs(), batch.labels) for batch in batches]
+    # DeepSpeed's forward pass calls its module, with its autocast and with the hooks for its backward pass.
+    vars(deepspeed.module)["forward"] = functools.partial(layers.in_turns, inputs, seeds, device)
+    try:
+        outputs: list[M6Output] = deepspeed()
+    finally:
+        del vars(deepspeed.module)["forward"]
+    return outputs
+
+
+# What only some runs need is imported where it is chosen.
+
+
 def _reducer(config: RunConfig, mesh: Mesh, module: nn.Module, offloaded: OffloadedExperts | None) -> GradientReducer:
     if config.m6.training.deterministic is not None:
+        from m6.training.engine.tree_gradients import TreeGradients
+
         return TreeGradients(config, mesh, module, offloaded)
     if config.m6.communication.compresses:
+        from m6.training.engine.compressed import CompressedGradients
+
         return CompressedGradients(config, mesh, module)
     if config.pipeline is not None:
         return AllReducedGradients(mesh, module, _TYPES.get(config.deepspeed.keys.get("communication_data_type", "")))
     return GradientReducer(mesh, module)
+
+
+def _divided_matrices(mesh: Mesh, module: nn.Module) -> DividedMatrices | None:
+    if mesh.tensor is None:
+        return None
+    from m6.training.engine.tensor import DividedMatrices
+
+    return DividedMatrices(mesh, module)
+
+
+def _late_gradients(config: RunConfig, deepspeed: DeepSpeedEngine) -> LateGradients | None:
+    if config.m6.gradient_delay is None:
+        return None
+    from m6.training.engine.late_gradients import LateGradients
+
+    return LateGradients(deepspeed)

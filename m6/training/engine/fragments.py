@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from m6.checkpoints.fragment import WEIGHT, Fragment
+from m6.checkpoints.format import WEIGHT, Fragment
 from m6.training.engine.partitions import full_shape, is_expert, is_partitioned, partition_numel
 from m6.training.mesh import named_expert_group
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from m6.checkpoints.fragment import LATE_GRADIENT
+from m6.checkpoints.format import LATE_GRADIENT
 from m6.training.engine.state import base_optimizer, create_moments, publish_weights
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from m6.training.engine.matrices import MatrixLayout, complete_cuts
-from m6.training.optimizer_state import MUON_BATCH_ELEMENTS, MUON_ITERATIONS
+from m6.training.optimizers import MUON_BATCH_ELEMENTS, MUON_ITERATIONS
 
 # The polynomial a x + b x^3 + c x^5 moves singular values between 0 and 1 towards 1 (Jordan et al. 2024,
 # https://kellerjordan.github.io/posts/muon/).

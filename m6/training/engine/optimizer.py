@@ -10,11 +10,8 @@ from torch import nn
 from m6.architecture.configuration import M6Config
 from m6.config.deepspeed import DeepSpeedSettings
 from m6.model.parameters import matrices_of_blocks, parameter_groups
-from m6.training.engine.large_batch import Lamb, Lars
-from m6.training.engine.matrices import MatrixLayout, Run
-from m6.training.engine.muon import Muon
+from m6.training.engine import tensor_norms
 from m6.training.engine.partitions import is_expert
-from m6.training.engine.tensor_norms import layouts_of
 
 
 def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, fused: bool = True) -> torch.optim.Optimizer:
@@ -51,20 +48,35 @@ def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, fused: bool =
         groups = split_params_into_different_moe_groups_for_optimizer(groups)
     if settings.optimizer_type == "Adafactor":
         return Adafactor(groups, lr=params["lr"], beta2_decay=params["beta2_decay"], d=params["clipping_threshold"])
-    if settings.optimizer_type == "Lars":
-        lars = {name: params[name] for name in ("lr", "momentum", "trust_coefficient")}
-        return Lars(groups, layouts_of([*model.parameters()]), **lars)
-    adamw = {name: params[name] for name in ("lr", "betas", "eps")}
-    if settings.optimizer_type == "Lamb":
-        return Lamb(groups, layouts_of([*model.parameters()]), **adamw)
+    adamw = {name: params[name] for name in ("lr", "betas", "eps") if name in params}
+    if settings.optimizer_type in ("Lamb", "Lars"):
+        from m6.training.engine.large_batch import Lamb, Lars
+
+        layouts = tensor_norms.layouts_of([*model.parameters()])
+        if settings.optimizer_type == "Lamb":
+            return Lamb(groups, layouts, **adamw)
+        return Lars(groups, layouts, **{name: params[name] for name in ("lr", "momentum", "trust_coefficient")})
     if settings.optimizer_type == "Muon":
-        layouts = {
+        from m6.training.engine.matrices import MatrixLayout, Run
+        from m6.training.engine.muon import Muon
+
+        matrices = {
             parameter: MatrixLayout([Run.of(parameter, 0, stack)], parameter.device)
             for parameter, stack in blocks.items()
         }
         dtype = torch.float32 if settings.product_dtype == "fp32" else torch.bfloat16
-        return Muon(groups, layouts, params["momentum"], dtype, fused=fused, **adamw)
+        return Muon(groups, matrices, params["momentum"], dtype, fused=fused, **adamw)
     return torch.optim.AdamW(groups, fused=fused, **adamw)
+
+
+def follow_partitions(optimizer: Any, zero: Any, model: nn.Module, settings: DeepSpeedSettings) -> None:
+    """Tells an optimizer of whole matrices or tensors where they are in the flat partitions of ZeRO."""
+    if settings.optimizer_type == "Muon":
+        from m6.training.engine.matrices import layouts_in_zero
+
+        optimizer.layouts = layouts_in_zero(zero, matrices_of_blocks(model, cast(M6Config, model.config)))
+    elif settings.optimizer_type in ("Lamb", "Lars"):
+        optimizer.layouts = tensor_norms.layouts_in_zero(zero)
 
 
 class Adafactor(torch.optim.Adafactor):

@@ -26,10 +26,11 @@ from m6.training.engine.engine import Engine, LossFunction, Update
 from m6.training.engine.pipeline_gradients import StageGradients, StepGradients
 from m6.training.engine.pipeline_schedule import NumberedStage, build_schedule
 from m6.training.mesh import Mesh
-from m6.training.offloading.experts import OffloadedExperts
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+
+    from m6.training.offloading.experts import OffloadedExperts
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from m6.config.run import RunConfig
 from m6.training.engine.clipping import PartGroups, gradient_norm, partition_norm
-from m6.training.engine.handover import give_partition, partition_pieces
+from m6.training.engine.partitions import give_partition, partition_pieces
 from m6.training.mesh import Mesh, expert_group
 
 if TYPE_CHECKING:

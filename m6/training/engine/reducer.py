@@ -9,13 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from m6.checkpoints.format import WeightReader
-from m6.checkpoints.fragment import Fragment
-from m6.training.engine.handover import scatter_sums
-from m6.training.engine.partitions import is_expert
+from m6.checkpoints.format import Fragment, WeightReader
+from m6.training.engine.partitions import is_expert, scatter_sums
 from m6.training.mesh import Mesh, expert_group
 from m6.training.reduction.collectives import buckets
-from m6.training.reduction.residuals import load_residuals
 
 
 class GradientReducer:
@@ -97,6 +94,8 @@ class GradientReducer:
 
     def load(self, reader: WeightReader) -> None:
         """See ``Engine.load_residuals``."""
+        from m6.training.reduction.residuals import load_residuals
+
         load_residuals(reader, {}, self._mesh.dims.dp_rank, self._mesh.dims.dp)
 
     def begin_at(self, step: int) -> None:

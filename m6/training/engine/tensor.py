@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from m6.checkpoints.fragment import Fragment
+from m6.checkpoints.format import Fragment
 from m6.model.tensor import Shard
 from m6.training.engine.partitions import is_divided
 from m6.training.mesh import Mesh

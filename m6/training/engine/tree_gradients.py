@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 from m6.config.run import RunConfig
 from m6.config.sum_tree import TreeShape
 from m6.errors import UserError
-from m6.training.engine.handover import take_gradient
-from m6.training.engine.partitions import is_expert
+from m6.training.engine.partitions import is_expert, take_gradient
 from m6.training.engine.reducer import GradientReducer
 from m6.training.engine.tree_sum import BranchSum, sum_over_ranks
 from m6.training.mesh import Mesh, expert_group
-from m6.training.offloading.experts import OffloadedExperts
+
+if TYPE_CHECKING:
+    from m6.training.offloading.experts import OffloadedExperts
 
 
 class TreeGradients(GradientReducer):

@@ -13,7 +13,7 @@ from m6.config.run import RunConfig
 from m6.training.fake_world import FakeWorld, fake_batch, fake_tensors
 from m6.training.offloading.modules import experts_of, offload_activations, stream
 from m6.training.offloading.passes import model_of_rank, own_dims, run_in_turns, run_pipeline
-from m6.training.optimizer_state import state_bytes
+from m6.training.optimizers import state_bytes
 from m6.training.sizes import BUCKET_NUMEL, full_row, scale_batch
 from offload import DryRuntime, Trace, in_mib
 

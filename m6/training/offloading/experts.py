@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m6.architecture.sharing import Sharing
-from m6.checkpoints.fragment import WEIGHT, Fragment
+from m6.checkpoints.format import WEIGHT, Fragment
 from m6.config.run import RunConfig
-from m6.errors import RetryableError, UserError
+from m6.errors import UserError
 from m6.model.initialization import initialize_part
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.training.mesh import expert_group
@@ -26,7 +26,6 @@ from m6.training.offloading.report import memory_map, write_memory_record
 from m6.training.offloading.setup import prepare
 from m6.training.replicas import Replicated
 from offload import (
-    DeviceOutOfMemory,
     LateUpdate,
     OffloadRuntime,
     SimulatedDevice,
@@ -38,17 +37,6 @@ from offload import (
 
 _MEASURED_STEPS = 2
 """Measured steps of an attempt: the plan is made from the first step and checked in the second step."""
-
-
-@contextmanager
-def naming_the_budget() -> Iterator[None]:
-    """Turns an exceeded device budget into a RetryableError: "auto" may find more memory in the next attempt."""
-    try:
-        yield
-    except DeviceOutOfMemory as error:
-        raise RetryableError(
-            f"m6.offload.device_budget_mib: {error}; take a larger budget, or a smaller micro-batch"
-        ) from error
 
 
 class OffloadedExperts:

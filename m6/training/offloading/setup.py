@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from m6.architecture.sharing import Sharing
 from m6.config.offload import OffloadSettings
-from m6.config.offload_checks import offloads_states
 from m6.config.offload_rules import LayerModule, resolve_activation_rules, resolve_rules
 from m6.config.run import RunConfig
+from m6.config.section_checks import offloads_states
 from m6.errors import UserError
 from m6.runs.environment import ranks_per_node
 from m6.training.offloading.dry_trace import ActivationTraffic, describe_shortage, dry_trace
 from m6.training.offloading.modules import ExpertUse
-from m6.training.offloading.store import DTYPES, expert_optimizer, gradient_dtype_of, next_weights_of
+from m6.training.optimizers import DTYPES, expert_optimizer, gradient_dtype_of, next_weights_of
 from offload import (
     CudaDevice,
     Device,

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from m6.checkpoints.format import WeightReader
-from m6.checkpoints.fragment import Fragment
+from m6.checkpoints.format import Fragment, WeightReader
 from m6.errors import UserError
 
 _KIND = "residual_"

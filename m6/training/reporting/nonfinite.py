@@ -23,7 +23,7 @@ from m6.runs.directory import NONFINITE, RunDirectory
 from m6.runs.processes import Runtime
 from m6.training.engine.partitions import is_partitioned, local_part
 from m6.training.faults import Fault
-from m6.training.reporting.outcome import StepOutcome
+from m6.training.reporting.sums import StepOutcome
 
 _NAMED = 4  # ranks of a message
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from m6.training.engine.engine import Engine
-from m6.training.stages.layers import LayerGradients, layer_divergence
 from m6.training.stages.stage import Stage
+
+if TYPE_CHECKING:
+    from m6.training.stages.layers import LayerGradients
 
 
 class StageMetrics:
@@ -21,8 +23,13 @@ class StageMetrics:
 
     def watch(self, engine: Engine, step: int) -> AbstractContextManager[Any]:
         """A context around the step after ``step`` steps. It collects the layers' gradients if a comparison is due."""
-        self._gradients = LayerGradients(engine.module) if self._stage.measures(step) else None
-        return self._gradients or contextlib.nullcontext()
+        self._gradients = None
+        if not self._stage.measures(step):
+            return contextlib.nullcontext()
+        from m6.training.stages.layers import LayerGradients
+
+        self._gradients = LayerGradients(engine.module)
+        return self._gradients
 
     def measure(self, engine: Engine) -> list[float] | None:
         """Returns the correlations of adjacent layers' gradients in the finished step; None if none was due."""
@@ -32,6 +39,8 @@ class StageMetrics:
         self._entry["gradient_correlation"] = correlations
         sharing = self._stage.planned_sharing
         if not self._stage.is_pseudo and sharing is not None:
+            from m6.training.stages.layers import layer_divergence
+
             self._entry["layer_divergence"] = layer_divergence(engine.module, sharing)
         return correlations
 

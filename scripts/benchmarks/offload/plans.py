@@ -14,9 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 
-from offload.memory.layout import Stack, lay_out
+from offload.memory.layout import Stack, lay_out, sizes_of, staging_bytes
 from offload.optimizer.settings import OptimizerSettings
-from offload.plan.sizes import sizes_of, staging_bytes
 from offload.plan.solver import solve
 from scripts.benchmarks.offload.traces import Job, gpt, lru, m6_10t, patrickstar, zero_3_offload
 from scripts.benchmarks.record import Recorder

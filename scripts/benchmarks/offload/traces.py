@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload.plan.sizes import ChunkBytes
+from offload.memory.layout import ChunkBytes
 from offload.plan.trace import Moment, Trace
 
 ADAM = 12  # bytes per parameter beside the gradient: split master 4, moments 8

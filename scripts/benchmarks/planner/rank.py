@@ -11,7 +11,7 @@ from typing import Any
 from m6.cli.main import main as cli
 from m6.files import write_json
 from m6.training import loop
-from m6.training.reporting.outcome import StepOutcome
+from m6.training.reporting.sums import StepOutcome
 from m6.training.train_step import TrainStep
 
 FILE_PAGES = "M6_BENCHMARK_FILE_PAGES"

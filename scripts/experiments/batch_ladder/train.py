@@ -21,7 +21,7 @@ from m6.data.collate import MicroBatch
 from m6.runs.directory import RunDirectory, noise_scale
 from m6.runs.processes import Runtime, start
 from m6.training.loop import Trainer
-from m6.training.reporting.outcome import StepOutcome
+from m6.training.reporting.sums import StepOutcome
 from scripts.experiments.experiment import ResultTable, code_version
 
 FOLDER = Path(__file__).resolve().parent

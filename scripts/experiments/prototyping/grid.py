@@ -34,7 +34,7 @@ from m6.runs.data import open_data
 from m6.runs.processes import start
 from m6.runs.signals import Requests
 from m6.training.engine.build import build_engine
-from m6.training.reporting.throughput import training_flops
+from m6.training.reporting.interval import training_flops
 from m6.training.stages.stage import Stage
 from m6.training.train_step import TrainStep
 from scripts.experiments.experiment import ResultTable, code_version, train

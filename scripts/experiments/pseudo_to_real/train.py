@@ -23,7 +23,7 @@ from m6.files import atomic_path
 from m6.runs.directory import RunDirectory
 from m6.runs.processes import start
 from m6.training.loop import Trainer
-from m6.training.reporting.outcome import StepOutcome
+from m6.training.reporting.sums import StepOutcome
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.csv"

@@ -26,7 +26,7 @@ from m6.data.collate import MicroBatch  # noqa: E402
 from m6.runs.directory import RunDirectory  # noqa: E402
 from m6.runs.processes import Runtime, start  # noqa: E402
 from m6.training.loop import Trainer  # noqa: E402
-from m6.training.reporting.outcome import StepOutcome  # noqa: E402
+from m6.training.reporting.sums import StepOutcome  # noqa: E402
 
 RESULTS = {"cpu": HERE / "results.csv", "cuda": HERE / "results_gpu.csv"}
 KEY = ("candidate", "seed")

@@ -9,8 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from m6.checkpoints.comparison import Comparison, compare, open_step
-from m6.checkpoints.format import CheckpointReader, write_manifest, write_shards
-from m6.checkpoints.fragment import Fragment
+from m6.checkpoints.format import CheckpointReader, Fragment, write_manifest, write_shards
 from m6.cli.main import _mount_commands, app
 from m6.errors import UserError
 

@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from m6.checkpoints import format as checkpoint_format
-from m6.checkpoints.format import MANIFEST, CheckpointReader, write_manifest, write_shards
-from m6.checkpoints.fragment import Fragment
+from m6.checkpoints.format import MANIFEST, CheckpointReader, Fragment, write_manifest, write_shards
 from m6.errors import StorageError, UserError
 from m6.files import sha256
 

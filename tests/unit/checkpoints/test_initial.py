@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from m6.checkpoints.fragment import WEIGHT
+from m6.checkpoints.format import WEIGHT
 from m6.checkpoints.initial import ExportedWeights
 from m6.errors import UserError
 

@@ -7,8 +7,8 @@ import pytest
 from m6.architecture.configuration import M6Config
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
 from m6.config.offload import OffloadRule, OffloadSettings
-from m6.config.offload_checks import apply_offload, check_offload
 from m6.config.offload_rules import ExpertPlaces, resolve_activation_rules, resolve_rules
+from m6.config.section_checks import apply_offload, check_offload
 from m6.errors import UserError
 from m6.validation import validate
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from m6.architecture.sharing import PARTS, Sharing
 from m6.config.checks import check_world_size
 from m6.config.pipeline import PipelineSettings
-from m6.config.pipeline_checks import check_sharing, cut_between_groups, keeps_groups
 from m6.config.run import RunConfig, parse_config
+from m6.config.section_checks import check_sharing, cut_between_groups, keeps_groups
 from m6.errors import UserError
-from m6.planning.search.configuration import configure, layout_of
+from m6.planning.cost.layout import layout_of
+from m6.planning.search.configuration import configure
 from tests.fixtures.tiny_run import tiny_document
 
 

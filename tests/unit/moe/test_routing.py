@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe import MoEConfig, MoELayer
 from moe.layer import MoEOutput
-from moe.routing import Router, divide, part_sizes, route
-from moe.wide_linear import WideLinear
+from moe.routing import Router, WideLinear, divide, part_sizes, route
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 

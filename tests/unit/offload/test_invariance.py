@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offload import OffloadRuntime, OptimizerSettings, PlacementPlan, SimulatedDevice, solve
-from offload.plan.sizes import window_bytes
+from offload.memory.layout import window_bytes
 from tests.fixtures.toy_experts import Toy, train_offloaded, train_plainly
 
 # What goes wrong at the end of an activation's life cannot be raised there.

@@ -20,16 +20,16 @@ from torch import nn
 from m6.architecture.received import received_by_attention, received_by_feed_forward
 from m6.config.run import RunConfig, load_config, parse_config
 from m6.errors import UserError
+from m6.formatting import format_gb
 from m6.planning.cost.communication_time import tensor_block_s
-from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.layout import ParallelLayout, layout_of
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.machine.cluster import Cluster, RankGroup, load_cluster
 from m6.planning.machine.profile import Profile
 from m6.planning.reports import explanation
 from m6.planning.search.alternatives import alternatives, delay_line, flushless_line
-from m6.planning.search.configuration import configure, layout_of, parse_forced
+from m6.planning.search.configuration import configure, parse_forced
 from m6.planning.search.planner import Planner, PricedLayout
-from m6.planning.search.results import format_gb
 from tests.fixtures.plans import CONFIGS, brute_force, planner
 
 

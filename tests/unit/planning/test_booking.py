@@ -15,7 +15,7 @@ from m6.planning.machine.profile import Profile
 from m6.planning.search.job_files import checkpoint_s, signal_lead_s
 from m6.planning.search.planner import Planner
 from m6.planning.search.stages import stage_samples, stage_steps, training_stages
-from m6.training.reporting.throughput import training_flops
+from m6.training.reporting.interval import training_flops
 from tests.fixtures.plans import small_base
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -7,8 +7,8 @@ import pytest
 
 from m6.config.run import load_config, parse_config
 from m6.errors import UserError
-from m6.planning.cost.layout import ParallelLayout
-from m6.planning.search.configuration import configure, configured, layout_of, parse_forced
+from m6.planning.cost.layout import ParallelLayout, layout_of
+from m6.planning.search.configuration import configure, configured, parse_forced
 from tests.fixtures.tiny_run import tiny_document
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -9,8 +9,8 @@ import pytest
 from m6.config.deepspeed_ignored import REFUSED
 from m6.config.run import load_config, parse_config
 from m6.errors import UserError
-from m6.planning.cost.layout import ParallelLayout
-from m6.planning.search.configuration import configure, configured, layout_of
+from m6.planning.cost.layout import ParallelLayout, layout_of
+from m6.planning.search.configuration import configure, configured
 from m6.planning.search.feasibility import Feasibility, capability_matrix
 from tests.fixtures.tiny_run import tiny_document
 

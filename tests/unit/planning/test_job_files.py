@@ -7,10 +7,10 @@ import pytest
 
 from m6.config.run import parse_config
 from m6.errors import UserError
+from m6.planning.cost.layout import layout_of
 from m6.planning.machine.calibration import _write_bytes_per_s
 from m6.planning.machine.profile import Profile
 from m6.planning.reports import checkpoint_line
-from m6.planning.search.configuration import layout_of
 from m6.planning.search.job_files import (
     checkpoint_s,
     job_description,

@@ -20,12 +20,12 @@ from m6.config.pipeline import Schedule
 from m6.config.run import RunConfig, load_config, parse_config
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.stages import keep_layers
-from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.layout import ParallelLayout, layout_of
 from m6.planning.cost.memory import MemoryModel, checkpoint_bytes, copied_bytes
 from m6.planning.machine.profile import Profile
 from m6.planning.prediction import predict_memory
 from m6.planning.reports import checkpoint_line
-from m6.planning.search.configuration import configured, layout_of
+from m6.planning.search.configuration import configured
 from m6.planning.search.job_files import job_description
 from m6.planning.search.results import PricedLayout
 from m6.planning.search.stages import pseudo_sharing

@@ -13,12 +13,12 @@ import pytest
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
 from m6.planning.booking import book_stage
-from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.layout import ParallelLayout, layout_of
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.machine.profile import Profile
 from m6.planning.reports import layout_table
 from m6.planning.search.alternatives import alternatives
-from m6.planning.search.configuration import configure, layout_of, parse_forced
+from m6.planning.search.configuration import configure, parse_forced
 from m6.planning.search.job_files import job_description
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, Rejection

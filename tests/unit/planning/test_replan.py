@@ -12,10 +12,9 @@ import pytest
 from m6.config.elastic import CHANGEABLE
 from m6.config.run import RunConfig, load_config, parse_config
 from m6.errors import UserError
-from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.layout import ParallelLayout, layout_of
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.replan import Decision, check_bounds, is_planned_work, node_of, possible_nodes, replan, settings_of
-from m6.planning.search.configuration import layout_of
 from m6.planning.search.planner import Planner
 from m6.runs.directory import RunDirectory
 from m6.runs.layouts import LayoutRecord, measured_steps, read_layouts, write_layouts

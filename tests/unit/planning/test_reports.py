@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from m6.planning.cost.layout import layout_of
 from m6.planning.reports import explanation, plan_report
-from m6.planning.search.configuration import layout_of
 from m6.planning.search.results import Rejection
 from tests.fixtures.plans import planner
 

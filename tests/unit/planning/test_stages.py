@@ -11,9 +11,9 @@ import pytest
 
 from m6.config.run import load_config, parse_config
 from m6.errors import UserError
+from m6.planning.cost.layout import layout_of
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.reports import explanation, run_report
-from m6.planning.search.configuration import layout_of
 from m6.planning.search.job_files import job_files
 from m6.planning.search.planner import Planner
 from m6.planning.search.stages import plan_run, search_stages, stage_steps, training_stages

@@ -11,13 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from m6.config.run import RunConfig, load_config, parse_config
 from m6.planning.cost.folding import fold
-from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.layout import ParallelLayout, layout_of
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.step_time import TimeModel, added_bytes
 from m6.planning.cost.work import work_of
 from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.machine.profile import MatmulPoint, Profile
-from m6.planning.search.configuration import layout_of
 from m6.runs.data import open_data
 from m6.runs.processes import start
 from m6.training.engine.build import build_engine

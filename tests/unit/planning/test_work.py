@@ -11,7 +11,7 @@ from m6.model.parameters import num_parameters
 from m6.planning.cost.folding import fold
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.work import BlockWork, work_of
-from m6.training.reporting.throughput import training_flops
+from m6.training.reporting.interval import training_flops
 from m6.training.sizes import BatchShape, full_row, scale_batch
 
 CONFIGS = Path(__file__).parents[3] / "configs"

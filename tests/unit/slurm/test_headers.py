@@ -7,8 +7,8 @@ import pytest
 
 from m6.config.checks import check_world_size
 from m6.config.run import load_config
+from m6.planning.cost.layout import layout_of
 from m6.planning.machine.cluster import load_cluster as load_machine
-from m6.planning.search.configuration import layout_of
 from m6.planning.search.job_files import signal_lead_s
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from m6.checkpoints.discovery import complete_checkpoints
-from m6.checkpoints.format import MANIFEST, CheckpointReader, write_shards
-from m6.checkpoints.fragment import Fragment
+from m6.checkpoints.format import MANIFEST, CheckpointReader, Fragment, write_shards
 from m6.errors import StorageError, UserError
 from m6.runs.processes import COLLECTIVE_TIMEOUT_S
 from m6.training import checkpointing

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from m6.architecture.adapter_names import DOWN, is_adapter, plain_name
-from m6.checkpoints.format import CheckpointReader
-from m6.checkpoints.fragment import WEIGHT
+from m6.checkpoints.format import WEIGHT, CheckpointReader
 from m6.checkpoints.initial import open_initial_weights
 from m6.checkpoints.loading import load_run_model, newest_complete_checkpoint, open_newest_checkpoint
 from m6.config.run import parse_config

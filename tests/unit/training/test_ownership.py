@@ -129,7 +129,7 @@ def test_no_tracker_stays_open_if_an_attempt_cannot_begin(
 ):
     trackers = mock.Mock()
     monkeypatch.setattr("m6.training.loop.Trackers", trackers)
-    monkeypatch.setattr("m6.training.loop.open_sample_grids", mock.Mock(side_effect=UserError("no image tokenizer")))
+    monkeypatch.setattr(Trainer, "_open_sample_grids", mock.Mock(side_effect=UserError("no image tokenizer")))
     with pytest.raises(UserError, match="no image tokenizer"):
         pretrain(parse_config(tiny_document(folder)), tmp_path / "run", runtime)
     assert trackers.call_count == trackers.return_value.close.call_count

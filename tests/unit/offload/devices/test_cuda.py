@@ -11,7 +11,7 @@ from offload import OptimizerSettings, SimulatedDevice, solve
 from offload.devices.cuda import CudaDevice
 from offload.devices.device import DeviceOutOfMemory, Peaks
 from offload.memory.host_memory import HostBlock
-from offload.plan.sizes import window_bytes
+from offload.memory.layout import window_bytes
 from tests.fixtures.cuda_stand_in import StandIn, StandInDevice
 from tests.fixtures.toy_experts import OffloadedRun, Toy, train_plainly
 

@@ -6,8 +6,8 @@ import tracemalloc
 
 import pytest
 
+from offload.memory.layout import ChunkBytes, window_bytes
 from offload.plan.placement import PlacementConstraints, PlacementPlan
-from offload.plan.sizes import ChunkBytes, window_bytes
 from offload.plan.solver import solve
 from offload.plan.trace import Moment, Trace
 from scripts.benchmarks.offload.traces import gpt

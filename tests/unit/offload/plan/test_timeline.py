@@ -3,8 +3,8 @@
 import pytest
 
 from offload.devices.device import Rates
+from offload.memory.layout import ChunkBytes
 from offload.plan.placement import PlacementPlan
-from offload.plan.sizes import ChunkBytes
 from offload.plan.timeline import LATENCY_S, predict_times
 from offload.plan.trace import Moment, Trace
 

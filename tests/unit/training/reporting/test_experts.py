@@ -16,7 +16,7 @@ from m6.errors import UserError
 from m6.plots.experts import plot_experts
 from m6.runs.processes import Runtime
 from m6.training.reporting.experts import ExpertHealth, UnroutedTokens, decode_loads, encode_loads, reports_loads
-from m6.training.reporting.throughput import training_flops
+from m6.training.reporting.interval import training_flops
 from moe import MoEConfig, MoELayer, RoutingStats
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.fabricated_run import training_entry, write_metrics

@@ -9,8 +9,7 @@ import torch
 
 from m6.config.run import parse_config
 from m6.runs.processes import Runtime
-from m6.training.reporting.interval import IntervalReport
-from m6.training.reporting.throughput import peak_flops
+from m6.training.reporting.interval import IntervalReport, peak_flops
 from tests.fixtures.tiny_run import tiny_document
 
 

@@ -17,7 +17,7 @@ from m6.errors import UserError
 from m6.training.engine import flushless_pipeline
 from m6.training.engine.flushless_pipeline import FlushlessPipelineEngine
 from m6.training.loop import Trainer, pretrain
-from m6.training.reporting.outcome import StepOutcome
+from m6.training.reporting.sums import StepOutcome
 from tests.fixtures.tiny_run import tiny_document
 
 STAGES = [0, 1, 2, 3]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from m6.checkpoints.delinked import DelinkedReader
-from m6.checkpoints.format import CheckpointReader
-from m6.checkpoints.fragment import WEIGHT
+from m6.checkpoints.format import WEIGHT, CheckpointReader
 from m6.errors import UserError
 from m6.model.parameters import num_parameters
 from m6.planning.prediction import predict_memory

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from m6.config.run import parse_config
+from m6.planning.cost.layout import layout_of
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.machine.profile import Profile
-from m6.planning.search.configuration import layout_of
 from m6.planning.search.stages import pseudo_sharing
 from m6.training.fake_world import fake_process_group
 from m6.training.mesh import ParallelDims
 from m6.training.offloading.modules import experts_of
 from m6.training.offloading.passes import model_of_rank
-from m6.training.optimizer_state import state_bytes
+from m6.training.optimizers import state_bytes
 from tests.fixtures.tiny_run import tiny_document
 
 STAGE_1 = {"zero_optimization__stage": 1}
@@ -25,7 +25,10 @@ SHARED: dict[str, Any] = {"m6__pseudo_to_real": {"switch_step": 2, "num_groups":
 
 
 def optimizer(name: str, **params: Any) -> dict[str, Any]:
-    return {"optimizer": {"type": name, "params": {"lr": 0.01, **params}}, "m6__offload__optimizer": {"type": "AdamW", "lr": 0.01}}
+    return {
+        "optimizer": {"type": name, "params": {"lr": 0.01, **params}},
+        "m6__offload__optimizer": {"type": "AdamW", "lr": 0.01},
+    }
 
 
 @pytest.mark.parametrize(
