@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from m6.architecture.settings import ModelSettings
 from m6.architecture.special_tokens import TARGET
 from m6.model.slices import SliceCache
-from moe import DeferredLinear
+from moe.deferred_gradients import DeferredLinear
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the angles, each [S, size / 2] in fp64."""

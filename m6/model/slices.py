@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from m6.architecture.special_tokens import TARGET
-from moe import TokenPart, TokenParts
 from moe.custom_gradient import custom_gradient
+from moe.parts import TokenPart, TokenParts
 
 
 def legal_cuts(token_type_ids: Tensor, sample_ids: Tensor) -> list[int]:

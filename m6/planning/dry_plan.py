@@ -16,8 +16,7 @@ from m6.planning.machine.profile import Profile
 from m6.planning.search.stages import pseudo_sharing
 from m6.training.fake_world import fake_process_group
 from m6.training.offloading.modules import experts_of
-from m6.training.offloading.passes import model_of_rank
-from m6.training.offloading.setup import MIB, OffloadSetup, plan_offload
+from m6.training.offloading.setup import MIB, OffloadSetup, model_of_rank, plan_offload
 from offload import Rates, SimulatedDevice, StepTimes, lay_out, predict_times, sizes_of, staging_bytes
 
 

@@ -45,7 +45,7 @@ from m6.training.schedule import NEXT_RATE, changed_rate, scheduled_rate
 from m6.training.sizes import BatchShape
 from m6.training.stages.metrics import StageMetrics
 from m6.training.stages.stage import Stage
-from m6.training.train_step import TrainStep, micro_batch_numbers
+from m6.training.train_step import FlushlessTrainStep, TrainStep, micro_batch_numbers
 
 if TYPE_CHECKING:
     from m6.training.reporting.samples import SampleGrids
@@ -262,13 +262,8 @@ class Trainer:
 
     def _build_engine(self) -> None:
         self.engine = build_engine(self.config, self.runtime, self.stage.sharing)
-        arguments = self.engine, self.config, self.runtime, self.stage
-        if self.config.is_flushless:
-            from m6.training.flushless_step import FlushlessTrainStep
-
-            self.train_step: TrainStep = FlushlessTrainStep(*arguments)
-        else:
-            self.train_step = TrainStep(*arguments)
+        kind = FlushlessTrainStep if self.config.is_flushless else TrainStep
+        self.train_step = kind(self.engine, self.config, self.runtime, self.stage)
 
     def _open_sample_grids(self) -> SampleGrids | None:
         if self.settings.samples is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from m6.checkpoints.comparison import compare, open_step
 from m6.config.sum_tree import TreeShape
 from m6.training.engine import tree_gradients
-from m6.training.engine.tree_sum import sum_over_ranks
+from m6.training.engine.tree_gradients import sum_over_ranks
 from m6.training.mesh import Mesh, ParallelDims
 from m6.training.reporting.sums import sum_of_all
 from tests.distributed.spawn import run_distributed

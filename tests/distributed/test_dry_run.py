@@ -12,13 +12,13 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from m6.config.run import load_config, parse_config
 from m6.errors import UserError
+from m6.planning import dry_plan
 from m6.planning.cost.layout import layout_of
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.dry_run import DryRun, dry_run, report
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.machine.profile import Profile
 from m6.training.fake_world import fake_process_group, fake_tensors
-from m6.planning import dry_plan
 from moe import MoEConfig, MoELayer
 from moe.expert_parallel import apply_expert_parallelism
 from tests.distributed.spawn import run_distributed

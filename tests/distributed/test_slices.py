@@ -11,8 +11,8 @@ from m6.config.run import parse_config
 from m6.data.collate import MicroBatch
 from m6.model.slices import SliceKeys, legal_cuts
 from m6.model.stages import ModelStage
-from m6.training.engine import slices as costs
 from m6.runs.data import open_data
+from m6.training.engine import slices as costs
 from m6.training.engine.slices import SliceChoice
 from m6.training.pass_orders import sliced_orders
 from scripts.benchmarks.pipeline_bubbles import recording

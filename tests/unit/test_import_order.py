@@ -35,7 +35,6 @@ LEVELS = {
         {"engine"},
         {"stages", "reporting", "checkpointing", "evaluation", "tokenizers"},
         {"train_step"},
-        {"flushless_step"},
         {"loop"},
     ),
     "m6.planning": (

@@ -103,7 +103,7 @@ _STREAM_WINDOW_LAYERS = 2
 _HOST_BYTES = {"one": 21, "many": 23}
 _HOST_BYTES_STAGE_3 = {False: 18, True: 20}
 # Copies of all compressed gradients made by a reducer in addition to their sums, and copies of a bucket in an exchange
-# of partial sums: the live storages of m6/training/reduction and m6/training/engine/tree_sum.py.
+# of partial sums: the live storages of m6/training/reduction and m6/training/engine/tree_gradients.py.
 _REDUCER_COPIES = {"top_k": 1, "chunks": 3, "powersgd": 2}
 _BUCKET_COPIES = 3
 

@@ -24,9 +24,9 @@ from m6.model.outputs import M6Output
 from m6.model.stages import ModelStage
 from m6.training.engine import state
 from m6.training.engine.clipping import PartGroups, clip_gradients, count_in_norm, gradient_norm, shrink
-from m6.training.engine.fragments import fragments
 from m6.training.engine.partitions import give_partition, is_expert, is_partitioned
 from m6.training.engine.reducer import AllReducedGradients, GradientReducer
+from m6.training.engine.state import fragments
 from m6.training.mesh import Mesh, expert_group, named_expert_group
 from m6.training.replicas import Replicated
 from m6.training.storages import storage_bytes

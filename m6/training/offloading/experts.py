@@ -20,10 +20,9 @@ from m6.errors import UserError
 from m6.model.initialization import initialize_part
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.training.mesh import expert_group
-from m6.training.offloading.dry_trace import ActivationTraffic, describe_shortage
 from m6.training.offloading.modules import experts_of, offload_activations, stream
 from m6.training.offloading.report import memory_map, write_memory_record
-from m6.training.offloading.setup import prepare
+from m6.training.offloading.setup import ActivationTraffic, describe_shortage, prepare
 from m6.training.replicas import Replicated
 from offload import (
     LateUpdate,

@@ -8,7 +8,7 @@ from typing import Any
 from m6.files import write_json
 from m6.formatting import format_mib as mib
 from m6.runs.directory import OFFLOAD
-from m6.training.offloading.dry_trace import ActivationTraffic
+from m6.training.offloading.setup import ActivationTraffic
 from offload import OffloadRuntime, PlacementPlan, predict_times
 
 MEMORY_RECORD = Path(OFFLOAD) / "memory_rank_00000.json"

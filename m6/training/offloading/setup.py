@@ -1,27 +1,39 @@
-"""Prepares offloading before memory is allocated: budgets, dry trace of a step, chunk size and first plan."""
+"""Prepares offloading before memory is allocated: budgets, dry trace of a step, chunk size and first plan.
+
+The dry trace runs a rank's model on fake tensors, before the first real step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from m6.architecture.sharing import Sharing
 from m6.config.offload import OffloadSettings
 from m6.config.offload_rules import LayerModule, resolve_activation_rules, resolve_rules
 from m6.config.run import RunConfig
 from m6.config.section_checks import offloads_states
+from m6.data.collate import MicroBatch
 from m6.errors import UserError
+from m6.model.modeling import M6ForConditionalGeneration
+from m6.model.stages import ModelStage, keep_layers
 from m6.runs.environment import ranks_per_node
-from m6.training.offloading.dry_trace import ActivationTraffic, describe_shortage, dry_trace
-from m6.training.offloading.modules import ExpertUse
-from m6.training.optimizers import DTYPES, expert_optimizer, gradient_dtype_of, next_weights_of
+from m6.training.fake_world import FakeWorld, fake_batch, fake_tensors
+from m6.training.mesh import ParallelDims
+from m6.training.meta_model import build_meta_model
+from m6.training.offloading.modules import ExpertUse, experts_of, offload_activations, stream
+from m6.training.optimizers import DTYPES, expert_optimizer, gradient_dtype_of, next_weights_of, state_bytes
+from m6.training.pass_orders import orders_of
+from m6.training.sizes import BUCKET_NUMEL, full_row, scale_batch
 from offload import (
     CudaDevice,
     Device,
+    DryRuntime,
     NextWeights,
     OptimizerSettings,
     PlacementConstraints,
@@ -256,3 +268,178 @@ def _constraints(config: RunConfig, uses: Mapping[str, ExpertUse], chunk_stacks:
     if constraints.owned & constraints.never_owned:
         raise UserError("m6.offload.rules: layers that share experts in the Pseudo stage need the same place")
     return constraints
+
+
+def bucket_bytes(config: RunConfig, dtype: torch.dtype) -> int:
+    """Returns the bytes of DeepSpeed's bucket for gradients of ``dtype``. A smaller model gets the full size too."""
+    if config.deepspeed.zero_stage == 0 or config.pipeline is not None:
+        return 0
+    section = config.deepspeed.keys["zero_optimization"]
+    return int(section.get("reduce_bucket_size", BUCKET_NUMEL)) * dtype.itemsize
+
+
+def describe_shortage(error: ValueError, config: RunConfig, dtype: torch.dtype) -> str:
+    """Returns the message for a too small budget, with DeepSpeed's bucket: it may be the largest part."""
+    size = bucket_bytes(config, dtype) if "the device's budget" in str(error) else 0
+    return f"{error}, with {in_mib(size)} of DeepSpeed's zero_optimization.reduce_bucket_size" if size else str(error)
+
+
+@dataclass(frozen=True)
+class ActivationTraffic:
+    """Memory and copies of offloaded activations.
+
+    Attributes:
+        host_bytes: host memory of the activations.
+        downloaded_bytes, uploaded_bytes: bytes copied from and to the device in a step.
+    """
+
+    host_bytes: int = 0
+    downloaded_bytes: int = 0
+    uploaded_bytes: int = 0
+
+
+def dry_trace(
+    config: RunConfig,
+    sharing: Sharing | None,
+    dtype: torch.dtype,
+    chunk_bytes: int,
+    activations: Collection[LayerModule],
+) -> tuple[Trace, ActivationTraffic]:
+    """Runs one step of this rank's model on fake tensors, with rows without padding.
+
+    The trace's non-model memory counts weights, gradients and activations from their allocation on. It always includes
+    the optimizer state of all parameters except experts, and DeepSpeed's reduction bucket.
+
+    Args:
+        chunk_bytes: size of chunks.
+        activations: parts of the model with offloaded activations.
+
+    Returns:
+        the trace of all micro-batches of the step, and the traffic of activations.
+    """
+    shape = scale_batch(full_row(config), config.deepspeed.micro_batch_size)
+
+    class WorldMeter:
+        def __init__(self, world: FakeWorld) -> None:
+            self._world = world
+
+        @property
+        def total(self) -> int:
+            return self._world.total
+
+        def take_peak(self) -> int:
+            peak = self._world.peak
+            self._world.restart_peak()
+            return peak
+
+    model, dims = model_of_rank(config, sharing), own_dims(config)
+    uses = experts_of(model)
+    experts = {parameter for use in uses.values() for parameter in use.experts.parameters()}
+    constant = state_bytes(model, config, dims.dp, elsewhere=experts) + bucket_bytes(config, dtype)
+    with fake_tensors() as world:
+        stacks = [use.stack(name) for name, use in uses.items()]
+        at_once = config.m6.training.micro_batches_at_once
+        dry = DryRuntime(stacks, dtype, chunk_bytes, WorldMeter(world), constant, at_once)
+        for name, use in uses.items():
+            stream(use, dry, name)
+        offload_activations(model, dry.activations, activations)
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        torch.nn.Module.to(model, dtype)
+        model.train()
+        batch = fake_batch(config, shape, world)
+        # The second pass differs from the first, because gradients exist already. All later passes equal the second.
+        passes = config.backward_passes(dims.world_size)
+        traced = min(2, passes) if config.pipeline is None else passes
+        if config.pipeline is not None:
+            run_pipeline(model, config, dims, batch)
+        elif at_once > 1:
+            for _ in range(traced):
+                run_in_turns(model, at_once, batch)
+        else:
+            for _ in range(traced):
+                output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
+                (output.target_losses.sum() + output.aux_loss).backward()
+                del output
+        trace = dry.trace()
+        saved = dry.activations
+        down, up = (passes * number // traced for number in (saved.downloaded_bytes, saved.uploaded_bytes))
+        traffic = ActivationTraffic(saved.host_bytes, down, up)
+        return trace.repeat_last(len(trace.moments) // 2, passes - traced), traffic
+
+
+def model_of_rank(config: RunConfig, sharing: Sharing | None) -> M6ForConditionalGeneration:
+    """Builds this rank's part of the model on the meta device.
+
+    Args:
+        sharing: the shared layers of the Pseudo phase; None: no layers are shared.
+    """
+    model = build_meta_model(config, sharing)
+    if config.m6.training.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.pipeline is not None:
+        keep_layers(model, config.pipeline.layers_of(own_dims(config).pp_rank, config.model.num_layers))
+    return model
+
+
+def own_dims(config: RunConfig) -> ParallelDims:
+    """Returns the coordinates of this process; without torch.distributed it is the only rank."""
+    own = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return ParallelDims.of(config, *own)
+
+
+def run_in_turns(model: M6ForConditionalGeneration, at_once: int, batch: MicroBatch) -> None:
+    """Runs the forward and the backward pass of interleaved micro-batches.
+
+    Args:
+        batch: stands for every micro-batch.
+    """
+    layers = ModelStage.whole(model)
+    outputs = layers.in_turns([(batch.model_inputs(), batch.labels)] * at_once, [None] * at_once, torch.device("cpu"))
+    losses = [loss for output in outputs for loss in (output.target_losses, output.aux_loss) if loss is not None]
+    torch.stack([loss.sum() for loss in losses]).sum().backward()
+
+
+def run_pipeline(model: M6ForConditionalGeneration, config: RunConfig, dims: ParallelDims, batch: MicroBatch) -> None:
+    """Runs the forward and backward passes of a step of a pipeline.
+
+    Args:
+        model: with only the layers of this rank.
+        batch: stands for every micro-batch.
+    """
+    settings = config.pipeline
+    assert settings is not None
+    cut, place = settings.cut(config.model.num_layers), dims.pp_rank
+    table = model.model.embeddings.tokens.weight if 0 in settings.stages_of(place) else None
+    stages = {number: _stage(model, config, cut[number], table) for number in settings.stages_of(place)}
+    micro_batches = config.accumulation_steps(dims.world_size)
+    order = orders_of(settings.schedule, settings.num_ranks, micro_batches, settings.stages_per_rank())[place]
+    kept: dict[tuple[int, int], list[Tensor]] = {}
+    for kind, number, micro_batch in order:
+        if kind == "forward":
+            kept[number, micro_batch] = _forward(stages[number], config, batch)
+        elif kind != "weight":  # stages with offloaded experts compute all gradients at once
+            outputs = kept.pop((number, micro_batch))
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+
+def _stage(
+    model: M6ForConditionalGeneration, config: RunConfig, layers: range, table: nn.Parameter | None
+) -> ModelStage:
+    if layers.stop == config.model.num_layers and table is None:  # the copy of the first stage's table
+        shape = (config.model.vocab_size, config.model.hidden_size)
+        table = nn.Parameter(torch.empty(shape, dtype=next(model.parameters()).dtype))
+    return ModelStage(model, layers, table)
+
+
+def _forward(stage: ModelStage, config: RunConfig, batch: MicroBatch) -> list[Tensor]:
+    """Returns the roots of the backward pass: hidden states and the loss of the routers, or the whole loss."""
+    hidden_states = None
+    if not stage.is_first:
+        shape = (*batch.input_ids.shape, config.model.hidden_size)
+        hidden_states = torch.empty(shape, dtype=next(stage.parameters()).dtype, requires_grad=True)
+    hidden_states, output = stage(hidden_states, batch.model_inputs(), batch.labels, None)
+    assert output.aux_loss is not None
+    if output.target_losses is not None:
+        return [output.target_losses.sum() + output.aux_loss]
+    return [each for each in (hidden_states, output.aux_loss) if each.requires_grad]

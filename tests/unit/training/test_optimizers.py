@@ -13,7 +13,7 @@ from m6.planning.search.stages import pseudo_sharing
 from m6.training.fake_world import fake_process_group
 from m6.training.mesh import ParallelDims
 from m6.training.offloading.modules import experts_of
-from m6.training.offloading.passes import model_of_rank
+from m6.training.offloading.setup import model_of_rank
 from m6.training.optimizers import state_bytes
 from tests.fixtures.tiny_run import tiny_document
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from m6.training.engine import tensor_norms
-from m6.training.engine.large_batch import Lamb, LargeBatchOptimizer, Lars
+from m6.training.engine.optimizer import Lamb, LargeBatchOptimizer, Lars
 from m6.training.engine.tensor_norms import layouts_of
 
 LAMB = {"lr": 0.03, "betas": (0.8, 0.9), "eps": 1e-6}

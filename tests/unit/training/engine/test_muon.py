@@ -14,8 +14,7 @@ from m6.errors import UserError
 from m6.model.parameters import matrices_of_blocks
 from m6.runs.processes import start
 from m6.training.engine.build import build_engine, build_model
-from m6.training.engine.matrices import MatrixKind, Run, layout_of_partition
-from m6.training.engine.muon import Muon, orthogonal
+from m6.training.engine.muon import MatrixKind, Muon, Run, layout_of_partition, orthogonal
 from m6.training.engine.optimizer import build_optimizer
 from tests.fixtures.tiny_run import tiny_document
 

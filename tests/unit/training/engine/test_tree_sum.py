@@ -9,7 +9,7 @@ from torch import Tensor
 
 from m6.config import sum_tree
 from m6.config.sum_tree import TreeShape, most_sums
-from m6.training.engine.tree_sum import BranchSum, Level
+from m6.training.engine.tree_gradients import BranchSum, Level
 
 
 def random_leaves(count: int) -> list[Tensor]:

@@ -5,8 +5,8 @@ import torch
 
 from m6.runs.processes import Runtime
 from m6.training.reduction.collectives import CountedCollectives
-from m6.training.reduction.low_rank import LowRank
 from m6.training.reduction.messages import GradientTensor
+from m6.training.reduction.reducer import LowRank
 
 SHAPE = (12, 8)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from m6.checkpoints.delinked import DelinkedReader
 from m6.training.engine.build import build_model
 from m6.training.loop import Trainer
-from m6.training.stages.layers import LayerGradients, layer_divergence
+from m6.training.stages.metrics import LayerGradients, layer_divergence
 
 MakeTrainer = Callable[..., Trainer]
 LAYERS = 4

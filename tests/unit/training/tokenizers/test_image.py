@@ -16,8 +16,14 @@ from m6.errors import StorageError, UserError
 from m6.evaluation.reconstruction import CodebookUse, psnr
 from m6.files import sha256
 from m6.tokenizers.image import load_image_tokenizer
-from m6.training.tokenizers.image import ImageTokenizerTrainer, lr_factor, train_image_tokenizer
-from m6.training.tokenizers.losses import PatchDiscriminator, PerceptualLoss, discriminator_loss
+from m6.training.tokenizers.image import (
+    ImageTokenizerTrainer,
+    PatchDiscriminator,
+    PerceptualLoss,
+    discriminator_loss,
+    lr_factor,
+    train_image_tokenizer,
+)
 from tests.fixtures.command import m6, user_error
 from tests.fixtures.tiny_data import ROWS, build_tiny_data
 
