@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from m6.config.offload import UPDATE_NO_OFFLOADED
 from m6.config.offload_rules import resolve_activation_rules
 from m6.config.pipeline import ONE_STAGE
 from m6.errors import UserError
@@ -224,7 +223,7 @@ CLIPPING = Feature(
     _value("gradient_clipping", lambda run: run.deepspeed.gradient_clipping),
     "set gradient_clipping to 0",
 )
-MUON, LAMB, LARS = map(_optimizer, UPDATE_NO_OFFLOADED)
+MUON, LAMB, LARS = map(_optimizer, ("Muon", "Lamb", "Lars"))
 ADAFACTOR = _optimizer("Adafactor")
 PARTS_OF_NORMS = Feature(
     'optimizer.type "Lamb" or "Lars" at zero_optimization.stage 1',
@@ -281,7 +280,7 @@ OFFLOAD = _of("m6.offload", lambda run: run.stores_experts, "leave m6.offload ou
 HOST_BY_DEFAULT = _of(
     "m6.offload without m6.offload.optimizer",
     lambda run: run.stores_experts and run.m6.offload is not None and run.m6.offload.optimizer is None,
-    "set m6.offload.optimizer to AdamW, Adafactor or SGD",
+    "set m6.offload.optimizer to AdamW, Adafactor, Muon or SGD",
 )
 AT_ONCE = _of('m6.offload "update": "backward"', _updates_at_once, 'use "update": "next_forward"')
 NO_MASTERS = _of(
@@ -522,7 +521,6 @@ FACTS: tuple[Fact, ...] = (
         "an optimizer for experts on the host",
         {HOST_BY_DEFAULT: "updates experts on the host by optimizer.type"},
         {
-            MUON: "has no form for the host",
             LAMB: "has no form for the host",
             LARS: "has no form for the host",
         },

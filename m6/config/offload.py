@@ -33,30 +33,40 @@ class OffloadRule(Section):
     )
 
 
-UPDATE_NO_OFFLOADED = ("Muon", "Lamb", "Lars")
+UPDATE_NO_OFFLOADED = ("Lamb", "Lars")
 """Optimizers of a run that cannot update offloaded experts, which then need ``m6.offload.optimizer``."""
 
 
-class OffloadOptimizer(Section):
-    """The optimizer of the experts, if it differs from that of the other parameters. AdamW keeps two moments per
-    parameter, Adafactor one row and one column of second moments per matrix, and SGD a momentum."""
+MUON_MOMENTUM = 0.95
 
-    type: Literal["AdamW", "Adafactor", "SGD"] = Field(description="name of the optimizer")
+
+class OffloadOptimizer(Section):
+    """The optimizer of the experts, if it differs from the optimizer of the other parameters. AdamW keeps two moments
+    per parameter, Adafactor one row and one column of second moments per matrix, SGD and Muon a momentum. Muon's
+    products take far longer on a host than the other updates."""
+
+    type: Literal["AdamW", "Adafactor", "SGD", "Muon"] = Field(description="name of the optimizer")
     lr: float = Field(gt=0, description="peak learning rate; it follows m6.schedule")
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of matrices; biases have none")
-    betas: tuple[Rate, Rate] = Field((0.9, 0.999), description="AdamW: decay rates of the two moments")
-    eps: float = Field(1e-8, gt=0, description="AdamW: added to the denominator")
+    betas: tuple[Rate, Rate] = Field((0.9, 0.999), description="AdamW, Muon: decay rates of the two moments")
+    eps: float = Field(1e-8, gt=0, description="AdamW, Muon: added to the denominator")
     beta2_decay: float = Field(-0.8, le=0, description="Adafactor: exponent of the decay rate of second moments")
     clipping_threshold: float = Field(1.0, ge=1, description="Adafactor: largest root mean square of an update")
-    momentum: float = Field(0.0, ge=0, lt=1, description="SGD: momentum")
+    momentum: Rate | None = Field(None, description="SGD, Muon: momentum; absent: 0 for SGD, 0.95 for Muon")
+    adamw_lr: float | None = Field(None, gt=0, description="Muon: peak rate of AdamW for biases; absent: lr")
 
     def check(self) -> None:
         """Raises UserError for a key that this optimizer does not have."""
-        keys = {"AdamW": {"betas", "eps"}, "Adafactor": {"beta2_decay", "clipping_threshold"}, "SGD": {"momentum"}}
+        keys = {
+            "AdamW": {"betas", "eps"},
+            "Adafactor": {"beta2_decay", "clipping_threshold"},
+            "SGD": {"momentum"},
+            "Muon": {"momentum", "adamw_lr", "betas", "eps"},
+        }
         # Only keys that the JSON states: defaults of the other optimizers do no harm.
         for key in sorted(self.model_fields_set - {"type", "lr", "weight_decay"} - keys[self.type]):
-            owner = next(name for name, owned in keys.items() if key in owned)
-            raise UserError(f"m6.offload.optimizer.{key}: {self.type} would ignore it; it belongs to {owner}")
+            owners = " and ".join(name for name, owned in keys.items() if key in owned)
+            raise UserError(f"m6.offload.optimizer.{key}: {self.type} would ignore it; it belongs to {owners}")
 
 
 class OffloadSettings(Section):

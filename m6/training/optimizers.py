@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from m6.config.offload import OffloadOptimizer, OffloadSettings
+from m6.config.offload import MUON_MOMENTUM, OffloadOptimizer, OffloadSettings
 from m6.config.run import RunConfig
 from m6.config.section_checks import offloads_states
 from m6.model.parameters import matrices_of_blocks, parameter_groups
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 ADAMW_MOMENTS = 2
 """Elements of AdamW's state for each parameter."""
-MUON_ITERATIONS = 5
-"""Iterations that make a matrix orthogonal."""
 MUON_BATCH_ELEMENTS = 1 << 24
 """Elements of matrices that are made orthogonal at once, unless one matrix has more: it bounds the temporaries."""
 
@@ -147,7 +145,12 @@ def expert_optimizer(config: RunConfig) -> tuple[OptimizerSettings, float]:
         decay, threshold = own.beta2_decay, own.clipping_threshold
         made = OptimizerSettings("adafactor", beta2_decay=decay, clipping_threshold=threshold)
     elif own.type == "SGD":
-        made = OptimizerSettings("sgd", momentum=own.momentum)
+        made = OptimizerSettings("sgd", momentum=own.momentum or 0.0)
+    elif own.type == "Muon":
+        beta1, beta2 = own.betas
+        momentum = MUON_MOMENTUM if own.momentum is None else own.momentum
+        made = OptimizerSettings("muon", beta1=beta1, beta2=beta2, epsilon=own.eps, momentum=momentum)
+        made = replace(made, vector_rate=(own.adamw_lr or own.lr) / own.lr)
     else:
         beta1, beta2 = own.betas
         made = OptimizerSettings("adamw", beta1=beta1, beta2=beta2, epsilon=own.eps)

@@ -151,10 +151,10 @@ class ChunkLayout:
             if gradient_dtype != dtype:
                 raise ValueError(f"weights of {dtype} cannot take the place of gradients of {gradient_dtype}")
             self.planes["next_weight"] = self.planes["gradient"]
-        states = [settings.states(shape) for shape in chunk.shapes]
-        for name in states[0]:
-            self._add(name, torch.float32, tuple(state[name] for state in states))
-        self.state_names = tuple(states[0])
+        # Muon's states of matrices and vectors have different names.
+        self.state_names = tuple(dict.fromkeys(name for shape in chunk.shapes for name in settings.states(shape)))
+        for name in self.state_names:
+            self._add(name, torch.float32, tuple(settings.state_shape(name, shape) for shape in chunk.shapes))
 
     def _add(self, name: str, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]) -> None:
         plane = Plane(dtype, shapes, self.num_bytes)

@@ -2,7 +2,7 @@
 
 The compiled kernel and the PyTorch code below do the same operations in the same order, and round each to fp32. So the
 weights do not depend on the chunks owned and updated by the device. Adafactor's sums over a matrix are taken in double,
-in another order on a GPU: there the last bit of a mean may differ.
+in another order on a GPU: there the last bit of a mean may differ. So may the last bits of Muon's products.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.optimizer.master_weights import DTYPE_CODES, load_kernel, read_master, write_master
+from offload.optimizer.orthogonal import orthogonal, update_scale
 from offload.optimizer.settings import OptimizerSettings
 
 # PyTorch's defaults for Adafactor, eps=(None, 1e-3): None is the epsilon of the type.
@@ -56,6 +57,23 @@ def update(
     target = weight if target is None else target
     if weight.dim() == 2 and settings.weight_decay:  # vectors
         settings = replace(settings, weight_decay=0.0)
+    if settings.kind == "muon" and weight.dim() == 2:
+        settings, learning_rate = replace(settings, kind="adamw"), learning_rate * settings.vector_rate
+    if settings.kind == "muon":
+        remainders = [None] * len(weight) if remainder is None else remainder.unbind(0)
+        for own, own_remainder, grad, momentum, new in zip(
+            weight.unbind(0),
+            remainders,
+            gradient.unbind(0),
+            states["momentum_buffer"].unbind(0),
+            target.unbind(0),
+            strict=True,
+        ):
+            master = read_master(own, own_remainder)
+            change = _muon(settings, grad.float() * coefficient, momentum).mul_(learning_rate)
+            keep = 1 - learning_rate * settings.weight_decay
+            write_master(master * keep - change, new, own_remainder, step)
+        return
     if settings.kind == "adafactor":
         remainders = [None] * len(weight) if remainder is None else remainder.unbind(0)
         rows, columns = states["row_var"].unbind(0), states["col_var"].unbind(0)
@@ -120,6 +138,17 @@ def _sgd(master: Tensor, gradient: Tensor, buffers: Sequence[Tensor], scalars: S
     for buffer in buffers:
         gradient = buffer.mul_(momentum).add_(gradient)
     return master * keep - gradient * rate
+
+
+def _muon(settings: OptimizerSettings, gradient: Tensor, momentum: Tensor) -> Tensor:
+    """Returns the change of one matrix [rows, columns], and updates its momentum.
+
+    The products are in fp32, of one matrix at a time: those of a stack could round differently for another chunk size.
+    """
+    momentum.lerp_(gradient, 1 - settings.momentum)
+    direction = gradient.lerp_(momentum, settings.momentum)
+    rows, columns = direction.shape
+    return orthogonal(direction[None], torch.float32)[0].mul_(update_scale((rows, columns)))
 
 
 def _matrix(part: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def write_values(slots: Sequence[Slot], kind: str, values: dict[str, Tensor], op
     for name, shape in stack.matrices.items():
         expected: tuple[int, ...] = (stack.num_experts, *shape)
         if kind not in (WEIGHT, LATE_GRADIENT):
-            expected = optimizer.states(expected)[kind]
+            expected = optimizer.state_shape(kind, expected)
         found = tuple(values[name].shape) if name in values else None
         if found != expected:
             raise ValueError(f"{kind} of {stack.name}.{name}: expected the shape {expected}, found {found}")

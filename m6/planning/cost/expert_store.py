@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from m6.architecture.settings import ModelSettings
 from m6.config.offload import OffloadSettings
 from m6.config.run import RunConfig
 from m6.planning.cost.folding import Block, FoldedModel
@@ -23,11 +24,12 @@ from offload import (
     sizes_of,
     staging_bytes,
 )
+from offload.optimizer.orthogonal import ITERATIONS
 
 _MIB = 2**20
 # Bytes read and written by the operators of ``offload.optimizer.update`` per parameter owned by a device. Split
 # bfloat16 masters need more, and so does the norm of the gradients. A test counts them.
-_DEVICE_UPDATE_BYTES = {"adamw": 196, "adafactor": 222, "sgd": 72}
+_DEVICE_UPDATE_BYTES = {"adamw": 196, "adafactor": 222, "sgd": 72, "muon": 222}
 _SPLIT_MASTER_BYTES = 80
 _DEVICE_NORM_BYTES = 32
 _CHUNK_MIB = 64.0  # if a run chooses the size at its start; the size hardly changes the sum
@@ -44,6 +46,7 @@ class ExpertStore:
         chunk_bytes: the largest copy.
         num_threads: threads for the update of experts.
         next_weights: where late updates put new weights; None: updates are not late.
+        update_flops: FLOPs of the products in the update of a parameter.
     """
 
     dtype: torch.dtype
@@ -52,6 +55,7 @@ class ExpertStore:
     chunk_bytes: int
     num_threads: int
     next_weights: NextWeights | None = None
+    update_flops: float = 0.0
 
     @classmethod
     def of(cls, config: RunConfig, passes: int, shared: bool) -> ExpertStore:
@@ -72,12 +76,14 @@ class ExpertStore:
         chunk_mib = _CHUNK_MIB if isinstance(settings.chunk_mib, str) else settings.chunk_mib
         gradient = gradient_dtype_of(settings, dtype, passes, shared)
         place = next_weights_of(config, passes, shared)
-        return cls(dtype, gradient, expert_optimizer(config)[0], int(chunk_mib * _MIB), settings.num_threads, place)
+        optimizer, _ = expert_optimizer(config)
+        flops = muon_flops(config.model) if optimizer.kind == "muon" else 0.0
+        return cls(dtype, gradient, optimizer, int(chunk_mib * _MIB), settings.num_threads, place, flops)
 
     @property
     def optimizer_type(self) -> str:
         """The experts' optimizer as a run's JSON names it."""
-        return {"adamw": "AdamW", "adafactor": "Adafactor", "sgd": "SGD"}[self.optimizer.kind]
+        return {"adamw": "AdamW", "adafactor": "Adafactor", "sgd": "SGD", "muon": "Muon"}[self.optimizer.kind]
 
     @property
     def weight_bytes(self) -> int:
@@ -94,7 +100,7 @@ class ExpertStore:
         written, gradient = self.weight_bytes + master, (self.gradient_dtype or self.dtype).itemsize
         if self.optimizer.kind == "adafactor":
             return 3 * gradient + 2 * read + written
-        moments = 2 if self.optimizer.kind == "adamw" else int(self.optimizer.momentum > 0)
+        moments = {"adamw": 2, "muon": 1}.get(self.optimizer.kind, int(self.optimizer.momentum > 0))
         return gradient + read + written + 2 * moments * FP32
 
     @property
@@ -193,3 +199,15 @@ def uses_of_experts(model: FoldedModel) -> float:
 def _stack(block: Block, ep_size: int) -> Stack:
     shapes = [block.shapes[index] for index in sorted(block.experts)]
     return Stack(block.type, shapes[0][0] // ep_size, {str(number): shape[1:] for number, shape in enumerate(shapes)})
+
+
+def muon_flops(model: ModelSettings) -> float:
+    """FLOPs of Muon's products for a parameter of an expert: the mean over its matrices."""
+    moe = model.moe_config()
+    inner = model.ffn_hidden_size
+    shapes = (((2 if moe.activation == "swiglu" else 1) * inner, model.hidden_size), (model.hidden_size, inner))
+    flops = 0.0
+    for shape in shapes:
+        short, long = sorted(shape)
+        flops += ITERATIONS * (4.0 * short * short * long + 2.0 * short**3)
+    return flops / sum(rows * columns for rows, columns in shapes)

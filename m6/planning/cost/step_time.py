@@ -100,7 +100,8 @@ class StoreTime:
         store, gradients = self._memory.expert_store(layout), self.num_gradients(layout, passes)
         summed = gradients * store.summing_bytes(layout.micro_batches_at_once)
         moved = summed + owned * (store.gradient_bytes(gradients, on_device=True) + store.device_update_bytes)
-        return numel * moved / device_bandwidth(host.nodes, host.profile)
+        products = owned * store.update_flops / (host.nodes.device.flops("fp32") * host.profile.matmul_efficiency)
+        return numel * (moved / device_bandwidth(host.nodes, host.profile) + products)
 
     def reduced_bytes(self, layout: ParallelLayout, place: int) -> int:
         """Bytes of the all-reduce between ranks with the same experts, for each of ``num_gradients``."""

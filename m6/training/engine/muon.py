@@ -16,12 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m6.model.tensor import Shard
-from m6.training.optimizers import MUON_BATCH_ELEMENTS, MUON_ITERATIONS
-
-# The polynomial a x + b x^3 + c x^5 moves singular values between 0 and 1 towards 1 (Jordan et al. 2024,
-# https://kellerjordan.github.io/posts/muon/).
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_EPS = 1e-7
+from m6.training.optimizers import MUON_BATCH_ELEMENTS
+from offload.optimizer.orthogonal import orthogonal, update_scale
 
 
 class Muon(torch.optim.AdamW):
@@ -87,37 +83,15 @@ class Muon(torch.optim.AdamW):
         for run in layout.whole:
             for start, end in run.batches(MUON_BATCH_ELEMENTS):
                 update = run.kind.map(self._orthogonal, directions[start:end].to(layout.device))
-                weights[start:end].sub_(update.to(weights.device), alpha=lr * _scale(run.kind.shape))
+                weights[start:end].sub_(update.to(weights.device), alpha=lr * update_scale(run.kind.shape))
         for cut, update in complete_cuts(layout, directions, self._orthogonal):
-            weights[cut.local].sub_(update, alpha=lr * _scale(cut.kind.shape))
+            weights[cut.local].sub_(update, alpha=lr * update_scale(cut.kind.shape))
 
     def _orthogonal(self, matrices: Tensor) -> Tensor:
         # A shard may belong to more matrices than a batch has.
         at_once = max(1, MUON_BATCH_ELEMENTS // (matrices.shape[1] * matrices.shape[2]))
         batches = [orthogonal(batch, self._dtype) for batch in matrices.split(at_once)]
         return batches[0] if len(batches) == 1 else torch.cat(batches)
-
-
-def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Moves the singular values of each matrix of [N, R, C] to about 1.
-
-    Singular values far below the largest one of their matrix stay below 1.
-
-    Args:
-        dtype: of the matrix products.
-    """
-    a, b, c = _COEFFICIENTS
-    tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices  # the products below are smaller with fewer rows than columns
-    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=_EPS)).to(dtype)
-    for _ in range(MUON_ITERATIONS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).to(matrices.dtype)
-
-
-def _scale(shape: tuple[int, int]) -> float:
-    return 0.2 * max(shape) ** 0.5
 
 
 @dataclass(frozen=True)

@@ -273,6 +273,8 @@ class OffloadedExperts:
             for kind in self.runtime.kinds:
                 values = self.runtime.read(kind, stack)
                 for name, value in values.items():
+                    if value.numel() == 0:
+                        continue  # another parameter has this state
                     offset, shape = first_expert * value[0].numel(), (num_experts, *value.shape[1:])
                     yield Fragment(f"{stack}.{name}", kind, offset, value.view(-1), shape, replica)
                 if to_fill:

@@ -18,6 +18,7 @@ OPTIMIZERS = {
     "adamw": OptimizerSettings("adamw", weight_decay=0.1),
     "adafactor": OptimizerSettings("adafactor", weight_decay=0.01),
     "sgd": OptimizerSettings("sgd", momentum=0.9),
+    "muon": OptimizerSettings("muon", momentum=0.9, weight_decay=0.01, vector_rate=0.5),
 }
 
 

@@ -152,7 +152,7 @@ class _Moved(TorchDispatchMode):
 @pytest.mark.parametrize("gradient", [torch.float32, torch.float16])
 @pytest.mark.parametrize("masters", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["adamw", "adafactor", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "adafactor", "sgd", "muon"])
 def test_bytes_of_an_update_on_the_device(
     kind: Any, dtype: torch.dtype, masters: bool, gradient: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):

@@ -26,3 +26,7 @@ def test_shapes_of_states():
     assert OptimizerSettings("sgd", momentum=0.0).states(vectors) == {}
     assert OptimizerSettings("adafactor").states(matrices) == {"row_var": (3, 4, 1), "col_var": (3, 1, 5)}
     assert OptimizerSettings("adafactor").states(vectors) == {"row_var": (3, 1), "col_var": (3, 4)}
+    muon = OptimizerSettings("muon", momentum=0.9)
+    assert muon.states(matrices) == {"momentum_buffer": matrices}
+    assert muon.states(vectors) == {"exp_avg": vectors, "exp_avg_sq": vectors}
+    assert muon.state_shape("exp_avg", matrices) == (3, 0)

@@ -210,7 +210,7 @@ def test_infinite_gradients_are_reported_and_skipped():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["adamw", "adafactor", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "adafactor", "sgd", "muon"])
 @pytest.mark.parametrize("plan", [False, True])
 def test_updates_in_the_backward_pass_give_the_same_results(dtype: torch.dtype, kind: str, plan: bool):
     """Without clipping an expert's update depends on no other gradient, so that nothing shows when it happens."""

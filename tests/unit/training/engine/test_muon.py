@@ -14,8 +14,9 @@ from m6.errors import UserError
 from m6.model.parameters import matrices_of_blocks
 from m6.runs.processes import start
 from m6.training.engine.build import build_engine, build_model
-from m6.training.engine.muon import MatrixKind, Muon, Run, layout_of_partition, orthogonal
+from m6.training.engine.muon import MatrixKind, Muon, Run, layout_of_partition
 from m6.training.engine.optimizer import build_optimizer
+from offload.optimizer.orthogonal import orthogonal
 from tests.fixtures.tiny_run import tiny_document
 
 PARAMS = {"lr": 0.01, "weight_decay": 0.1, "betas": [0.8, 0.9], "momentum": 0.9}
@@ -209,8 +210,3 @@ def elements(run: Run, offset: int) -> list[tuple[int, int]]:
 def test_stage_3_is_refused(folder: Path):
     with pytest.raises(UserError, match=r"Muon needs zero_optimization\.stage 0, 1 or 2, found 3"):
         config_of(folder, zero_optimization={"stage": 3})
-
-
-def test_offloaded_experts_need_an_optimizer_of_their_own(folder: Path):
-    with pytest.raises(UserError, match=r"has no form for the host; use .*set m6\.offload\.optimizer to AdamW"):
-        config_of(folder, m6__offload={})
