@@ -14,7 +14,7 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,12 @@ def attest(config: RunConfig, runtime: Runtime, restart: bool = False) -> None:
     raise UserError(f"ranks differ from {runtime.name_of(0)}; {'; '.join(said[:_NAMED])}{more}")
 
 
-def check_shared(root: Path, runtime: Runtime) -> None:
-    """Checks whether all ranks see files of rank 0 in the run's folder. Every rank calls this function.
+def check_shared(folders: Sequence[Path], runtime: Runtime) -> None:
+    """Checks whether all ranks see files of rank 0 in the folders of a run. Every rank calls this function.
+
+    Args:
+        folders: the run's folder, and folders in it that may be links or mounts of their own. A folder that does not
+            exist on rank 0 is left out.
 
     Raises:
         StorageError: on every rank if one sees no file of rank 0, with these ranks and their nodes.
@@ -96,21 +100,24 @@ def check_shared(root: Path, runtime: Runtime) -> None:
         return
     prefix = ".shared_"
 
-    def write() -> str:
-        for old in root.glob(f"{prefix}*"):  # of a killed attempt
-            old.unlink(missing_ok=True)
+    def write() -> list[tuple[Path, str]]:
         name = prefix + secrets.token_hex(8)
-        write_text(root / name, name)
-        return name
+        written = [folder for folder in folders if folder.is_dir()]
+        for folder in written:
+            for old in folder.glob(f"{prefix}*"):  # of a killed attempt
+                old.unlink(missing_ok=True)
+            write_text(folder / name, name)
+        return [(folder, name) for folder in written]
 
-    name = on_main_rank(write)
-    blind: list[bool] = [False] * runtime.world_size
-    dist.all_gather_object(blind, not _appears(root / name, name))
-    on_main_rank(lambda: (root / name).unlink(missing_ok=True))
-    if ranks := [rank for rank, hidden in enumerate(blind) if hidden]:
+    files = on_main_rank(write)
+    hidden = next((folder for folder, name in files if not _appears(folder / name, name)), None)
+    blind: list[Path | None] = [None] * runtime.world_size
+    dist.all_gather_object(blind, hidden)
+    on_main_rank(lambda: [(folder / name).unlink(missing_ok=True) for folder, name in files])
+    if ranks := [rank for rank, folder in enumerate(blind) if folder is not None]:
         raise StorageError(
-            f"{root}: {_ranks(runtime, ranks)} did not see for {_VISIBLE_AFTER_S:.0f} s what {runtime.name_of(0)} "
-            "wrote there; --run-dir takes a folder on a file system that all nodes share"
+            f"{blind[ranks[0]]}: {_ranks(runtime, ranks)} did not see for {_VISIBLE_AFTER_S:.0f} s what "
+            f"{runtime.name_of(0)} wrote there; --run-dir takes a folder on a file system that all nodes share"
         )
 
 

@@ -459,7 +459,7 @@ def pretrain(
         with signs.naming_the_lost():
             attest(config, runtime, restart)
             on_main_rank(open_run)
-            check_shared(root, runtime)
+            check_shared((root, run.checkpoints), runtime)
         while True:
             # Closed only after a lost rank was named: the checkpoint's thread may wait for the part of this rank.
             with contextlib.ExitStack() as closing, signs.naming_the_lost():

@@ -140,11 +140,20 @@ def apart(root: Path) -> None:
         "run: rank 1 on n1 did not see for 0 s what rank 0 on n0 wrote there; --run-dir"
         in (root / f"said_{rank}").read_text()
     )
+    with inside(folder):
+        code = command(root / "linked", "pretrain", str(root / "tiny.json"), "--run-dir", str(root / "shared"))
+    assert code == 2
+    assert "shared/checkpoints: rank 1 on n1 did not see for 0 s" in (root / f"linked_{rank}").read_text()
 
 
 def test_ranks_with_folders_of_their_own_end_at_the_start(tmp_path: Path):
+    """Also if only the checkpoints in a shared folder lie on each node's own disk."""
     write_tiny_config(tmp_path)
+    (tmp_path / "shared").mkdir()
+    shutil.copy(tmp_path / "tiny.json", tmp_path / "shared" / "config.json")
+    (tmp_path / "shared" / "checkpoints").symlink_to("/proc/self/cwd")  # another folder for each process
     run_distributed(apart, 2, tmp_path)
+    assert not list(tmp_path.glob("*/.shared*"))
     assert not list((tmp_path / "node_0" / "run").glob(".shared*"))
     assert not (tmp_path / "node_0" / "run" / "metrics.jsonl").exists()
 
