@@ -39,7 +39,17 @@ from typing import Any
 
 from m6.config.run import RunConfig
 from m6.errors import StorageError, UserError
-from m6.files import atomic_path, cut_lines_after, parse_object, read_note, sync, why_unwritable, write_json, write_text
+from m6.files import (
+    atomic_path,
+    cut_lines_after,
+    parse_object,
+    read_note,
+    reading,
+    sync,
+    why_unwritable,
+    write_json,
+    write_text,
+)
 from m6.lock import FolderLock
 from m6.runs.provenance import record_attempt
 
@@ -282,11 +292,12 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turns an OSError, for example of a full disk, into a StorageError with the name of the folder."""
+        """Turns an OSError, for example of a full disk, into a StorageError with the names of folder and file."""
         try:
             yield
         except OSError as error:
-            raise StorageError(f"{self.root} cannot be written: {error.strerror or error}") from None
+            file = f" ({error.filename})" if error.filename is not None else ""
+            raise StorageError(f"{self.root} cannot be written: {error.strerror or error}{file}") from None
 
     def cut_metrics_after(self, step: int) -> list[int]:
         """Removes an incomplete last line and the metrics of later steps, since a resumed run repeats these steps.
@@ -417,13 +428,15 @@ def _next_folder(parent: Path, prefix: str) -> Path:
 
 
 def _read_document(path: Path) -> dict[str, Any]:
+    with reading(path):
+        text = path.read_bytes()
     try:
-        document = parse_object(path.read_bytes())
+        document = parse_object(text)
         sections = document["m6"]
         needed = [sections, sections["training"], sections["data"], *(sections.get(name) or {} for name in _OPTIONAL)]
         if all(isinstance(section, dict) for section in needed):
             return document
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         pass
     raise UserError(f"{path}: corrupt, or not the configuration of a run; choose another --run-dir")
 

@@ -101,10 +101,27 @@ def start(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Runtime:
             auto_mpi_discovery=False,  # the environment is complete, and mpi4py need not be installed
             verbose=False,
         )
+    if cuda:
+        _claim(distributed_c10d._get_default_store(), str(torch.cuda.get_device_properties(device).uuid), rank)
     nodes = [""] * world_size
     # Slurm's name: several of its nodes may be one host.
     torch.distributed.all_gather_object(nodes, os.environ.get("SLURMD_NODENAME") or platform.node())
     return Runtime(rank, world_size, local_rank, device, tuple(nodes))
+
+
+def _claim(store: torch.distributed.Store, card: str, rank: int) -> None:
+    """Claims a card for a rank: with two ranks on one card NCCL would end in an error without the cause.
+
+    Raises:
+        UserError: another rank has claimed the card.
+    """
+    owner = store.compare_set(f"m6_card/{card}", "", str(rank)).decode()
+    if owner != str(rank):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise UserError(
+            f"rank {rank} has the GPU {card} of rank {owner} (LOCAL_RANK {os.environ['LOCAL_RANK']}, "
+            f"CUDA_VISIBLE_DEVICES {visible}); start one rank for each GPU"
+        )
 
 
 def _leave() -> None:
@@ -151,14 +168,17 @@ def _complete_environment() -> None:
     under_srun = is_under_srun()
     os.environ.update(rank_variables())
     # With --gpus-per-task=1, --gpu-bind=single:1 or a similar option of another launcher, each rank sees only its own
-    # card, with the number 0. DeepSpeed reads LOCAL_RANK, too.
-    is_bound = under_srun or _names_one(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    # card, with the number 0. A container for each rank has its card in NVIDIA_VISIBLE_DEVICES. DeepSpeed reads
+    # LOCAL_RANK, too.
+    shown = [os.environ.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")]
+    is_bound = under_srun or any(map(_names_one, shown))
     if is_bound and torch.cuda.device_count() == 1:
         os.environ["LOCAL_RANK"] = "0"
 
 
 def _names_one(cards: str) -> bool:
-    return len([card for card in cards.split(",") if card.strip()]) == 1
+    named = [card.strip() for card in cards.split(",") if card.strip()]
+    return len(named) == 1 and named[0] not in ("all", "none", "void")  # NVIDIA's words for no single card
 
 
 def _check_address(world_size: int) -> None:

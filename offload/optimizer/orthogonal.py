@@ -25,7 +25,10 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     a, b, c = _COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices  # the products below are smaller with fewer rows than columns
-    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=_EPS)).to(dtype)
+    # On CPUs PyTorch 2.13 adds the squares of fp32 numbers in fp32, so the norm of a large matrix is too small.
+    wide = torch.float64 if matrices.device.type == "cpu" else torch.float32
+    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=wide).to(matrices.dtype)
+    x = (x / norms.clamp(min=_EPS)).to(dtype)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

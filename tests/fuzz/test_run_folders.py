@@ -15,7 +15,7 @@ from m6.checkpoints import format as checkpoint_format
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.loading import newest_complete_checkpoint
 from m6.config.run import load_config
-from m6.errors import UserError
+from m6.errors import StorageError, UserError
 from m6.evaluation.baselines import read_baselines
 from m6.runs.data import kept_sources
 from m6.runs.directory import RunDirectory
@@ -25,6 +25,7 @@ from m6.runs.trackers import _wandb_id
 from m6.training import faults
 from tests.fixtures.command import m6
 from tests.fixtures.fabricated_run import change_state, training_entry, write_metrics, write_run_and_data
+from tests.fixtures.storage import forbid
 from tests.fuzz.examples import long_and_short, search
 
 DEEP = b"[" * 100_000
@@ -243,6 +244,17 @@ def test_what_an_attempt_says(whole: Path, tmp_path: Path, name: str, content: b
     with pytest.raises(UserError) as error:
         RunDirectory(copy).check(load_config(whole / "config.json"))
     assert said in str(error.value)
+
+
+def test_a_file_of_another_user_is_no_corrupt_one(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    copy = tmp_path / "run"
+    shutil.copytree(whole, copy)
+    config, run = load_config(whole / "config.json"), RunDirectory(copy)
+    forbid(monkeypatch, "config.json", "metrics.jsonl")
+    with pytest.raises(StorageError, match=r"run/config\.json cannot be read: Permission denied"):
+        run.check(config)
+    with pytest.raises(StorageError, match=r"cannot be written: Permission denied \(.*run/metrics\.jsonl\)"):
+        run.append_metrics({"step": 1})
 
 
 def test_a_manifest_without_end_and_a_checkpoint_of_another_step(whole: Path, tmp_path: Path):

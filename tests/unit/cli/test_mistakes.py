@@ -147,7 +147,8 @@ def test_a_disk_that_is_full_or_failing(pretrain: Callable[..., str], tmp_path: 
     monkeypatch.setattr(os, "fsync", fail)
     root = tmp_path / "new"
     config = tmp_path / "config.json"
-    assert user_error("pretrain", config, "--run-dir", root) == f"{root} cannot be written: {os.strerror(code)}"
+    said = user_error("pretrain", config, "--run-dir", root)
+    assert said == f"{root} cannot be written: {os.strerror(code)} ({root / 'config.json'})"
     assert contents(root) == {}, "the lock is gone too"
 
 

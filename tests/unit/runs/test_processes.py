@@ -11,7 +11,7 @@ import torch
 
 from m6.errors import UserError
 from m6.runs.environment import is_main_of_environment, ranks_per_node, world_size_of_environment
-from m6.runs.processes import own_device
+from m6.runs.processes import _claim, own_device
 
 CODE = """
 import torch
@@ -138,6 +138,8 @@ TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}
         (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "GPU-8a1f,"}, 1, 0),
         (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "0,1"}, 2, 1),
         (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "0,1"}, 1, None),
+        (TORCHRUN | {"NVIDIA_VISIBLE_DEVICES": "5"}, 1, 0),  # a container for each rank
+        (TORCHRUN | {"NVIDIA_VISIBLE_DEVICES": "all"}, 1, None),
     ],
 )
 def test_the_card_of_a_rank(
@@ -155,6 +157,16 @@ def test_the_card_of_a_rank(
         else:
             assert own_device() == torch.device("cuda", card)
             assert os.environ["LOCAL_RANK"] == str(card), "which DeepSpeed reads"
+
+
+def test_two_ranks_on_one_card_are_refused(monkeypatch: pytest.MonkeyPatch):
+    store = torch.distributed.HashStore()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    for rank, card in ((0, "a"), (1, "b"), (0, "a")):  # a process may start several times
+        _claim(store, card, rank)
+    with pytest.raises(UserError, match=r"rank 2 has the GPU b of rank 1 \(LOCAL_RANK 0, CUDA_VISIBLE_DEVICES 0\)"):
+        _claim(store, "b", 2)
 
 
 @pytest.mark.parametrize(
