@@ -28,6 +28,7 @@ LAYOUTS = [
 def train(document: dict[str, Any], root: str, stop_at: int | None = None) -> None:
     """One attempt at a run; called on every rank. Stops after ``stop_at`` steps in all."""
     from m6.config.run import parse_config
+    from m6.planning.prediction import RunForecast
     from m6.runs.directory import RunDirectory
     from m6.runs.processes import start
     from m6.training.loop import Trainer
@@ -37,7 +38,7 @@ def train(document: dict[str, Any], root: str, stop_at: int | None = None) -> No
     if runtime.is_main:
         run.open(config, runtime.world_size)
     torch.distributed.barrier()
-    trainer = Trainer(config, run, runtime)
+    trainer = Trainer(config, run, runtime, forecast=RunForecast(run.root, config, runtime.world_size))
     trainer.train(stop_after=stop_at)
 
 
