@@ -109,11 +109,15 @@ def check_shared(folders: Sequence[Path], runtime: Runtime) -> None:
             write_text(folder / name, name)
         return [(folder, name) for folder in written]
 
+    def remove() -> None:
+        for folder, name in files:
+            (folder / name).unlink(missing_ok=True)
+
     files = on_main_rank(write)
     hidden = next((folder for folder, name in files if not _appears(folder / name, name)), None)
     blind: list[Path | None] = [None] * runtime.world_size
     dist.all_gather_object(blind, hidden)
-    on_main_rank(lambda: [(folder / name).unlink(missing_ok=True) for folder, name in files])
+    on_main_rank(remove)
     if ranks := [rank for rank, folder in enumerate(blind) if folder is not None]:
         raise StorageError(
             f"{blind[ranks[0]]}: {_ranks(runtime, ranks)} did not see for {_VISIBLE_AFTER_S:.0f} s what "

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from m6.checkpoints import format as checkpoint_format
 from m6.checkpoints.discovery import complete_checkpoints
+from m6.checkpoints.fragment import Fragment
 from m6.checkpoints.loading import newest_complete_checkpoint
 from m6.config.run import load_config
 from m6.errors import StorageError, UserError
@@ -222,6 +224,30 @@ def test_signed_manifests(number: int, whole: Path, tmp_path: Path):
         changed.pop("sha256", None)
         manifest.write_text(json.dumps({**changed, "sha256": checkpoint_format._digest(changed)}))
         check_clean(read)
+
+    search(number, check)
+
+
+@long_and_short(30, 300)
+def test_ranges_that_overlap_in_any_way(number: int, whole: Path, tmp_path: Path):
+    """Each part of a tensor is read as it was written, wherever ranks cut and repeat it."""
+    size, folder = 64, tmp_path / "checkpoint"
+    flat, state = torch.arange(float(size)), newest_complete_checkpoint(whole).state
+    places = st.integers(0, size - 1)
+
+    @given(places, places, st.dictionaries(places, places, max_size=8), places, places)
+    def check(one: int, other: int, more: dict[int, int], begin: int, end: int) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        ranges = {**more, min(one, other): size, 0: max(one, other)}
+        if min(one, other) == 0:
+            ranges[0] = size
+        pieces = [Fragment("t", "weight", start, flat[start:stop].clone(), (size,)) for start, stop in ranges.items()]
+        checkpoint_format.write_shards(folder, 0, pieces)
+        checkpoint_format.write_manifest(folder, 1, dict(state))
+        found = torch.full((max(0, end - begin),), -1.0)
+        checkpoint_format.CheckpointReader(folder).read_into("t", "weight", begin, found)
+        assert torch.equal(found, flat[begin : max(begin, end)])
 
     search(number, check)
 
