@@ -11,10 +11,10 @@ from moe.config import MoEConfig
 if TYPE_CHECKING:
     from moe.bias_balancer import BiasBalancer
     from moe.collect import collect_outputs
-    from moe.deferred_gradients import DeferredLinear, defer_gradients, forget_deferred
+    from moe.deferred_gradients import DeferredLinear, clear_delayed_wgrads, defer_gradients
     from moe.expert_parallel import apply_expert_parallelism
     from moe.layer import MoELayer, MoEOutput
-    from moe.parts import TokenPart, TokenParts
+    from moe.parts import SequenceSlice, SequenceSlices
     from moe.routing import RoutingStats
 
 __all__ = [
@@ -24,12 +24,12 @@ __all__ = [
     "MoELayer",
     "MoEOutput",
     "RoutingStats",
-    "TokenPart",
-    "TokenParts",
+    "SequenceSlice",
+    "SequenceSlices",
     "apply_expert_parallelism",
+    "clear_delayed_wgrads",
     "collect_outputs",
     "defer_gradients",
-    "forget_deferred",
 ]
 _MODULES = {
     "BiasBalancer": "bias_balancer",
@@ -37,12 +37,12 @@ _MODULES = {
     "MoELayer": "layer",
     "MoEOutput": "layer",
     "RoutingStats": "routing",
-    "TokenPart": "parts",
-    "TokenParts": "parts",
+    "SequenceSlice": "parts",
+    "SequenceSlices": "parts",
     "apply_expert_parallelism": "expert_parallel",
     "collect_outputs": "collect",
     "defer_gradients": "deferred_gradients",
-    "forget_deferred": "deferred_gradients",
+    "clear_delayed_wgrads": "deferred_gradients",
 }
 
 if not TYPE_CHECKING:  # type checkers would take any name for one of this package

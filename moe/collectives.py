@@ -9,8 +9,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from moe.config import Payload
-from moe.payload import CODECS, IDENTITY, Codec
+from moe.config import DispatchDtype
+from moe.dispatch_dtype import CODECS, IDENTITY, Codec
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Collectives:
 
     Args:
         group: a group with this rank.
-        payload: the number format of rows in flight, see ``moe.payload``. Autograd ignores the rounding.
+        dispatch_dtype: the number format of rows in flight, see ``moe.dispatch_dtype``. Autograd ignores the rounding.
         ranks_per_node: the number of neighbouring ranks on a node; None: all ranks are on one node.
         traffic: the counter to use; several objects may share it. None: a new counter.
 
@@ -43,14 +43,14 @@ class Collectives:
     def __init__(
         self,
         group: torch.distributed.ProcessGroup,
-        payload: Payload = "same",
+        dispatch_dtype: DispatchDtype = "same",
         ranks_per_node: int | None = None,
         traffic: Traffic | None = None,
     ) -> None:
         self.group = group
         self.size = torch.distributed.get_world_size(group)
         self.traffic = Traffic() if traffic is None else traffic
-        self._to_experts, self._from_experts = CODECS[payload]
+        self._to_experts, self._from_experts = CODECS[dispatch_dtype]
         own, ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
         nodes = [0 if ranks_per_node is None else rank // ranks_per_node for rank in ranks]
         self._own = ranks.index(own)

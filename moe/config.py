@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
-Payload = Literal["same", "bfloat16", "float8", "float8_both"]
+DispatchDtype = Literal["same", "bfloat16", "float8", "float8_both"]
 
 # A type hint -> the accepted types of values, and their name in errors.
 _TYPES = {int: ((int,), "an integer"), float: ((int, float), "a number"), bool: ((bool,), "true or false")}
@@ -73,9 +73,9 @@ class MoEConfig:
         recompute_activation: compute the hidden activation again in the backward pass instead of keeping it.
         exchange: the kind of exchange with experts on other ranks, see ``moe.exchange_steps.exchange_steps``; "auto"
             chooses the exchange with fewer rows.
-        payload: the number format of rows exchanged between ranks (all-to-all, all-gather, reduce-scatter): "same" as
-            in the model, "bfloat16", "float8" for dispatch and bfloat16 for combine, or "float8_both" for float8 in
-            both directions.
+        dispatch_dtype: the number format of rows exchanged between ranks (all-to-all, all-gather, reduce-scatter):
+            "same" as in the model, "bfloat16", "float8" for dispatch and bfloat16 for combine, or "float8_both" for
+            float8 in both directions.
         ranks_per_node: the number of neighbouring ranks in a node with fast links. Tokens are then exchanged first
             between nodes and then inside them. None: all ranks count as one node.
         overlap_parts: the number of parts of a layer's tokens in the exchange with other ranks. One part is in flight
@@ -111,7 +111,7 @@ class MoEConfig:
     balance_bias_rate: float = 0.0
     recompute_activation: bool = False
     exchange: Literal["auto", "all_to_all", "prototype"] = "auto"
-    payload: Payload = "same"
+    dispatch_dtype: DispatchDtype = "same"
     ranks_per_node: int | None = None
     overlap_parts: int = 1
 

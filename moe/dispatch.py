@@ -25,7 +25,7 @@ class Dispatcher(Protocol):
         tokens: Tensor,
         routing: Routing,
         experts: Experts,
-        beside: Callable[[Tensor], Tensor] | None = None,
+        concurrent: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Computes y_t = sum over the pairs (t, e) of gate * expert_e(token_t).
 
@@ -33,18 +33,18 @@ class Dispatcher(Protocol):
             tokens: [T, D].
             routing: the pairs of these tokens with the experts of the whole layer.
             experts: the experts of this rank.
-            beside: a branch concurrent with the exchange, such as the shared experts. It maps some of the tokens [N, D]
-                to a summand of their outputs [N, D]. It is called while tokens are in flight.
+            concurrent: a branch computed during the exchange, such as the shared experts. It maps some of the tokens
+                [N, D] to a summand of their outputs [N, D]. It is called while tokens are in flight.
 
         Returns:
             [T, D] in the type of ``tokens``.
         """
 
-    def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> "Trip":
+    def staged_forward(self, tokens: Tensor, routing: Routing, experts: Experts) -> "StagedForward":
         """Returns the same call as a generator, suspended while rows are in flight."""
 
 
-Trip = Generator[None, None, Tensor]
+StagedForward = Generator[None, None, Tensor]
 
 
 class Exchange(Protocol):
@@ -58,7 +58,7 @@ class Exchange(Protocol):
     traffic: Traffic
     num_hops: int
 
-    def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> Trip:
+    def staged_forward(self, tokens: Tensor, routing: Routing, experts: Experts) -> StagedForward:
         """Exchanges the counts of rows, and returns the rest of the call as a generator.
 
         The arguments are the same as for ``Dispatcher``.
@@ -83,14 +83,14 @@ class LocalDispatcher:
         tokens: Tensor,
         routing: Routing,
         experts: Experts,
-        beside: Callable[[Tensor], Tensor] | None = None,
+        concurrent: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """See ``Dispatcher``."""
         by_token = routing.by_token or pairs_by_token(routing.tokens, len(tokens))
         output = experts(tokens, routing.counts, Pairs(routing.tokens, routing.gates, *by_token)).to(tokens.dtype)
-        return output if beside is None else output + beside(tokens)
+        return output if concurrent is None else output + concurrent(tokens)
 
-    def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> Trip:
+    def staged_forward(self, tokens: Tensor, routing: Routing, experts: Experts) -> StagedForward:
         """See ``Dispatcher`` and ``Exchange``."""
         yield from ()  # it never pauses
         return self(tokens, routing, experts)

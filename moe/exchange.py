@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.collectives import Collectives
-from moe.dispatch import Exchange, Trip, combine
+from moe.dispatch import Exchange, StagedForward, combine
 from moe.experts import Experts
 from moe.routing import Routing
 
@@ -32,17 +32,17 @@ class AllToAllExchange:
     def __init__(self, ranks: Collectives) -> None:
         self.ranks, self.traffic = ranks, ranks.traffic
 
-    def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> Trip:
+    def staged_forward(self, tokens: Tensor, routing: Routing, experts: Experts) -> StagedForward:
         """See ``Exchange``."""
         sent_counts = routing.counts.view(self.ranks.size, -1)
         received_counts = self.ranks.exchange(sent_counts).wait()
         sent, received = torch.stack((sent_counts.sum(1), received_counts.sum(1))).tolist()
         return self._stages(tokens, routing, experts, _Pairs(received_counts, sent, received))
 
-    def _stages(self, tokens: Tensor, routing: Routing, experts: Experts, pairs: "_Pairs") -> Trip:
+    def _stages(self, tokens: Tensor, routing: Routing, experts: Experts, pairs: "_Pairs") -> StagedForward:
         rows = tokens.index_select(0, routing.tokens)
         pending = self.ranks.all_to_all(rows, pairs.sent, pairs.received, to_experts=True)
-        del rows  # a paused trip would keep it
+        del rows  # a paused pass would keep it
         yield
         # The experts need rows sorted by expert, and the exchange back needs them sorted by source.
         order = _order_by_expert(pairs.received_counts, sum(pairs.received))
@@ -81,7 +81,7 @@ class PrototypeExchange:
         self.num_hops = inner.num_hops + 1
         self.pairs_per_token, self.equal_tokens = pairs_per_token, equal_tokens
 
-    def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> Trip:
+    def staged_forward(self, tokens: Tensor, routing: Routing, experts: Experts) -> StagedForward:
         """See ``Exchange``."""
         size, num_tokens = self.ranks.size, len(tokens)
         counts = routing.counts.view(size, -1)
@@ -99,7 +99,9 @@ class PrototypeExchange:
             longest = max(rows.received)
         return self._stages(tokens, routing, experts, pairs, longest)
 
-    def _stages(self, tokens: Tensor, routing: Routing, experts: Experts, pairs: "_Pairs", longest: int) -> Trip:
+    def _stages(
+        self, tokens: Tensor, routing: Routing, experts: Experts, pairs: "_Pairs", longest: int
+    ) -> StagedForward:
         num_tokens = len(tokens)
         local = _PendingPairs(self.ranks, routing, routing.tokens, pairs)
         padded = nn.functional.pad(tokens, (0, 0, 0, longest - num_tokens)) if longest > num_tokens else tokens
@@ -107,14 +109,14 @@ class PrototypeExchange:
         del padded
         yield
         first_rows = torch.arange(self.ranks.size, device=routing.tokens.device) * longest
-        output = yield from self.inner.trip(pending.wait(), local.wait(first_rows), experts)
+        output = yield from self.inner.staged_forward(pending.wait(), local.wait(first_rows), experts)
         pending = self.ranks.reduce_scatter(output)
         del output
         yield
         return pending.wait()[:num_tokens]
 
 
-class NodeExchange:
+class HierarchicalExchange:
     """Sends every token once to each node with experts for it; an inner exchange distributes it there.
 
     The node sums the token's outputs, so one row goes back. The host waits for the device once.
@@ -128,7 +130,7 @@ class NodeExchange:
         self.ranks, self.inner, self.traffic = ranks, inner, ranks.traffic
         self.num_hops = inner.num_hops + 1
 
-    def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> Trip:
+    def staged_forward(self, tokens: Tensor, routing: Routing, experts: Experts) -> StagedForward:
         """See ``Exchange``."""
         size, num_tokens = self.ranks.size, len(tokens)
         counts = routing.counts.view(size, -1)
@@ -153,13 +155,13 @@ class NodeExchange:
         rows: "_Rows",
         token_of_row: Tensor,
         positions: Tensor,
-    ) -> Trip:
+    ) -> StagedForward:
         local = _PendingPairs(self.ranks, routing, positions, pairs)
         sums = tokens.index_select(0, token_of_row)
         pending = self.ranks.all_to_all(sums, rows.sent, rows.received, to_experts=True)
         del sums
         yield
-        sums = yield from self.inner.trip(pending.wait(), local.wait(rows.first_received), experts)
+        sums = yield from self.inner.staged_forward(pending.wait(), local.wait(rows.first_received), experts)
         pending = self.ranks.all_to_all(sums, rows.received, rows.sent, to_experts=False)
         del sums
         yield

@@ -10,7 +10,7 @@ from torch import nn
 from moe.collectives import Collectives, Traffic
 from moe.config import MoEConfig
 from moe.dispatch import Dispatcher, Exchange, LocalDispatcher
-from moe.exchange import AllToAllExchange, NodeExchange, PrototypeExchange
+from moe.exchange import AllToAllExchange, HierarchicalExchange, PrototypeExchange
 from moe.exchange_steps import ExchangeStep, exchange_steps
 from moe.layer import MoELayer
 from moe.overlap import OverlappingDispatcher
@@ -140,11 +140,11 @@ def _make_dispatcher(
     traffic = Traffic()
     parts = math.prod(step.size for step in steps if step.kind == "prototype")
     for step, group in reversed(list(zip(steps, groups, strict=True))):
-        ranks = Collectives(group, config.payload, config.ranks_per_node, traffic)
+        ranks = Collectives(group, config.dispatch_dtype, config.ranks_per_node, traffic)
         if step.kind == "all_to_all":
             exchange = AllToAllExchange(ranks)
         elif step.kind == "node":
-            exchange = NodeExchange(ranks, exchange)
+            exchange = HierarchicalExchange(ranks, exchange)
         else:
             parts //= step.size
             pairs_per_token = config.experts_per_token // parts

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe.config import MoEConfig
 
 
-def by_prototype(values: Tensor, config: MoEConfig) -> Tensor:
+def view_prototypes(values: Tensor, config: MoEConfig) -> Tensor:
     """Maps [..., E], one for each expert by its number, to [..., Z, M]."""
     return values.unflatten(-1, (config.num_groups, config.num_prototypes, -1)).transpose(-3, -2).flatten(-2)
 
@@ -35,15 +35,15 @@ def best_groups(scores: Tensor, config: MoEConfig) -> Tensor:
     return best.topk(counted).values.sum(-1).topk(config.groups_per_token).indices
 
 
-def of_groups(values: Tensor, groups: Tensor, config: MoEConfig) -> Tensor:
+def gather_groups(values: Tensor, groups: Tensor, config: MoEConfig) -> Tensor:
     """Gathers the values [T, Z, M] of the experts in each token's groups [T, groups_per_token]."""
     own = values.unflatten(-1, (config.num_groups, -1))
     index = groups[:, None, :, None].expand(-1, own.shape[1], -1, own.shape[-1])
     return own.gather(2, index).flatten(2)
 
 
-def among_all(choices: Tensor, groups: Tensor, config: MoEConfig) -> Tensor:
-    """Maps choices [T, Z, top_k] from indices into the result of ``of_groups`` to indices in [0, M)."""
+def to_global_ids(choices: Tensor, groups: Tensor, config: MoEConfig) -> Tensor:
+    """Maps choices [T, Z, top_k] from indices into the result of ``gather_groups`` to indices in [0, M)."""
     in_group = config.experts_per_prototype // config.num_groups
     group = groups[:, None].expand(*choices.shape[:2], -1).gather(-1, choices // in_group)
     return group * in_group + choices % in_group

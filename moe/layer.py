@@ -11,7 +11,7 @@ from moe.config import MoEConfig
 from moe.dispatch import Dispatcher, LocalDispatcher
 from moe.experts import Experts, SharedExperts
 from moe.losses import Sequences
-from moe.parts import TokenPart
+from moe.parts import SequenceSlice
 from moe.routing import Router, RouterLosses, Routing, RoutingStats, route
 
 
@@ -88,7 +88,7 @@ class MoELayer(nn.Module):
             self.router.balance_bias.zero_()
 
     def forward(
-        self, hidden_states: Tensor, token_mask: Tensor | None = None, part: TokenPart | None = None
+        self, hidden_states: Tensor, token_mask: Tensor | None = None, part: SequenceSlice | None = None
     ) -> MoEOutput:
         """Routes the tokens and computes them.
 
@@ -103,25 +103,30 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: a shape, type or device does not fit the layer.
         """
-        tokens, real = self._enter(hidden_states, token_mask)
+        tokens, real = self._flatten_and_unpad(hidden_states, token_mask)
         sequences = self._sequences(hidden_states, token_mask, real, part)
         routing, losses, stats = self._route(tokens, part, sequences)
-        output = self.dispatcher(tokens, routing, self.experts, self._beside())
+        output = self.dispatcher(tokens, routing, self.experts, self._shared_branch())
         return _output(output, losses, stats, real, hidden_states)
 
-    def trip(self, hidden_states: Tensor, token_mask: Tensor | None = None) -> Generator[None, None, MoEOutput]:
+    def staged_forward(
+        self, hidden_states: Tensor, token_mask: Tensor | None = None
+    ) -> Generator[None, None, MoEOutput]:
         """The forward pass as a generator with two pauses: one during the dispatch, one during the combine.
 
         The caller computes something else in the pauses, such as another micro-batch. Needs ``overlap_parts`` 1.
         """
-        tokens, real = self._enter(hidden_states, token_mask)
+        tokens, real = self._flatten_and_unpad(hidden_states, token_mask)
         routing, losses, stats = self._route(tokens, None, self._sequences(hidden_states, token_mask, real, None))
-        output, beside = (yield from self.dispatcher.trip(tokens, routing, self.experts)), self._beside()
-        if beside is not None:
-            output = output + beside(tokens)
+        output, concurrent = (
+            (yield from self.dispatcher.staged_forward(tokens, routing, self.experts)),
+            self._shared_branch(),
+        )
+        if concurrent is not None:
+            output = output + concurrent(tokens)
         return _output(output, losses, stats, real, hidden_states)
 
-    def _enter(self, hidden_states: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _flatten_and_unpad(self, hidden_states: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the tokens without padding [T, D], and their indices among all tokens; None: there is no padding."""
         self._check(hidden_states, token_mask)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -132,7 +137,7 @@ class MoELayer(nn.Module):
         return tokens.index_select(0, real), real
 
     def _sequences(
-        self, hidden_states: Tensor, token_mask: Tensor | None, real: Tensor | None, part: TokenPart | None
+        self, hidden_states: Tensor, token_mask: Tensor | None, real: Tensor | None, part: SequenceSlice | None
     ) -> Sequences | None:
         """Returns the sequences of the tokens for ``balance_scope`` "sequence", else None.
 
@@ -151,14 +156,14 @@ class MoELayer(nn.Module):
         return Sequences(numbers * per_row + token_mask.reshape(-1)[places] - 1, rows * per_row)
 
     def _route(
-        self, tokens: Tensor, part: TokenPart | None, sequences: Sequences | None
+        self, tokens: Tensor, part: SequenceSlice | None, sequences: Sequences | None
     ) -> tuple[Routing, RouterLosses, RoutingStats]:
         router = self.router
         return route(
             router(tokens), self.config, self.training, router.balance_bias, part, sequences, self.balance_group
         )
 
-    def _beside(self) -> Callable[[Tensor], Tensor] | None:
+    def _shared_branch(self) -> Callable[[Tensor], Tensor] | None:
         shared = self.shared
         return None if shared is None else lambda part: shared(part).to(part.dtype)
 

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from moe.dispatch import Exchange, Trip
+from moe.dispatch import Exchange, StagedForward
 from moe.experts import Experts
 from moe.routing import Routing, divide, part_sizes
 
 
 def steps(num_parts: int, num_hops: int) -> Iterator[tuple[int, int | None]]:
-    """Yields the schedule of every rank in order: (part, stage of its generator), see ``Exchange.trip``.
+    """Yields the schedule of every rank in order: (part, stage of its generator), see ``Exchange.staged_forward``.
 
     The stage None stands for the concurrent branch of a part, such as shared experts.
 
@@ -60,7 +60,7 @@ class OverlappingDispatcher:
         tokens: Tensor,
         routing: Routing,
         experts: Experts,
-        beside: Callable[[Tensor], Tensor] | None = None,
+        concurrent: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """See ``Dispatcher``."""
         parts, routings = [tokens], [routing]
@@ -70,17 +70,17 @@ class OverlappingDispatcher:
         outputs: list[Tensor] = []
         added: dict[int, Tensor] = {}
         # All counts are exchanged first: behind rows on the same connection they would wait, and the host with them.
-        trips = [self.exchange.trip(*pair, experts) for pair in zip(parts, routings, strict=True)]
-        runs = [_collect(trip, outputs) for trip in trips]
+        passes = [self.exchange.staged_forward(*pair, experts) for pair in zip(parts, routings, strict=True)]
+        runs = [_collect(staged, outputs) for staged in passes]
         for part, stage in steps(self.num_parts, self.exchange.num_hops):
             if stage is not None:
                 next(runs[part], None)
-            elif beside is not None:
-                added[part] = beside(parts[part])
+            elif concurrent is not None:
+                added[part] = concurrent(parts[part])
         results = [output + added[part] if added else output for part, output in enumerate(outputs)]
         return results[0] if self.num_parts == 1 else torch.cat(results)
 
-    def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> Trip:
+    def staged_forward(self, tokens: Tensor, routing: Routing, experts: Experts) -> StagedForward:
         """See ``Dispatcher``. Needs one part, because the caller's own computation overlaps instead of other parts.
 
         It pauses only for the outermost exchange, in dispatch and combine. Exchanges inside a node are short, and
@@ -90,15 +90,15 @@ class OverlappingDispatcher:
             ValueError: there are several parts.
         """
         if self.num_parts > 1:
-            raise ValueError(f"a trip has no parts, but overlap_parts is {self.num_parts}; expected 1")
-        trip, last = self.exchange.trip(tokens, routing, experts), 2 * self.exchange.num_hops - 1
+            raise ValueError(f"a staged forward pass has no parts, but overlap_parts is {self.num_parts}; expected 1")
+        staged, last = self.exchange.staged_forward(tokens, routing, experts), 2 * self.exchange.num_hops - 1
         for pause in range(last + 1):
-            next(trip)
+            next(staged)
             if pause in (0, last):
                 yield
-        return (yield from trip)  # it pauses no more
+        return (yield from staged)  # it pauses no more
 
 
-def _collect(trip: Trip, outputs: list[Tensor]) -> Iterator[None]:
+def _collect(staged: StagedForward, outputs: list[Tensor]) -> Iterator[None]:
     """Runs a generator stage by stage and appends its value. Parts end in order."""
-    outputs.append((yield from trip))
+    outputs.append((yield from staged))

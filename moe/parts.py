@@ -10,7 +10,7 @@ from torch import Tensor
 from moe.losses import Sequences, shares_of
 
 
-class TokenParts:
+class SequenceSlices:
     """Shared state of the calls of a layer. All forward passes come before the first backward pass.
 
     Args:
@@ -43,7 +43,7 @@ class TokenParts:
         return (self.gradient() * torch.stack([*self._sums.values()]).sum(0)).sum()
 
 
-class TokenPart(NamedTuple):
+class SequenceSlice(NamedTuple):
     """One call among the calls for all tokens.
 
     Attributes:
@@ -51,12 +51,12 @@ class TokenPart(NamedTuple):
         number: the number of this call.
     """
 
-    whole: TokenParts
+    whole: SequenceSlices
     number: int
 
 
 def load_balancing_loss_of_part(
-    probabilities: Tensor, chosen_counts: Tensor, part: TokenPart, sequences: Sequences | None = None
+    probabilities: Tensor, chosen_counts: Tensor, part: SequenceSlice, sequences: Sequences | None = None
 ) -> Tensor:
     """Returns a part's summand of the mean of ``load_balancing_losses`` over all tokens.
 
@@ -74,7 +74,7 @@ def load_balancing_loss_of_part(
 class _LossOfPart(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, probabilities: Tensor, counts: Tensor, part: TokenPart, sequences: Sequences | None
+        ctx: Any, probabilities: Tensor, counts: Tensor, part: SequenceSlice, sequences: Sequences | None
     ) -> Tensor:
         ctx.whole, ctx.sequences, ctx.num_tokens = part.whole, sequences, len(probabilities)
         sums = probabilities.sum(0, keepdim=True) if sequences is None else sequences.sums(probabilities)

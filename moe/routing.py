@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from moe.config import MoEConfig
-from moe.deferred_gradients import DeferredGradient, DeferredUses, placeholder
-from moe.groups import among_all, best_groups, by_prototype, of_groups
+from moe.deferred_gradients import DeferredGradient, DelayedWgrads, placeholder
+from moe.groups import best_groups, gather_groups, to_global_ids, view_prototypes
 from moe.losses import Sequences, load_balancing_losses, z_losses
-from moe.parts import TokenPart, load_balancing_loss_of_part
+from moe.parts import SequenceSlice, load_balancing_loss_of_part
 from moe.precision import without_autocast
 
 
@@ -92,7 +92,7 @@ class Router(nn.Module):
         if config.balance_bias_rate:
             bias = torch.zeros(config.num_experts, device=device, dtype=torch.float32)
         self.register_buffer("balance_bias", bias)
-        self.deferred = DeferredUses()
+        self.deferred = DelayedWgrads()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Computes the logits [T, Z, M] of tokens [T, D]."""
@@ -102,8 +102,8 @@ class Router(nn.Module):
             noise = torch.empty_like(tokens, dtype=dtype).uniform_(1 - jitter, 1 + jitter)
         weight, deferred = self.deferred.take(self.weight)
         with without_autocast(tokens):
-            logits = WideLinear.apply(tokens, weight, noise, dtype, deferred)
-        return by_prototype(logits, self.config)
+            logits = Fp32RouterLinear.apply(tokens, weight, noise, dtype, deferred)
+        return view_prototypes(logits, self.config)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         # nn.Module converts buffers with the parameters. Keep the float32 buffer, but on the new device.
@@ -119,7 +119,7 @@ def route(
     config: MoEConfig,
     training: bool,
     balance_bias: Tensor | None = None,
-    part: TokenPart | None = None,
+    part: SequenceSlice | None = None,
     sequences: Sequences | None = None,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> tuple[Routing, RouterLosses, RoutingStats]:
@@ -146,7 +146,7 @@ def route(
     of_tokens, of_part = logits.new_zeros(num_tokens), logits.new_zeros(())
     if config.aux_loss_weight:
         counts = chosen_counts if sequences is None else _counts_by_sequence(experts, sequences, config)
-        choices = by_prototype(counts, config)
+        choices = view_prototypes(counts, config)
         if part is None:
             balance = load_balancing_losses(distribution, choices, config.balance_scope, sequences, group)
             of_tokens = config.aux_loss_weight * balance
@@ -162,7 +162,7 @@ def route(
         entropy = torch.special.entr(distribution).sum((0, 2)) / max(num_tokens, 1) + 0 * logits.sum((0, 2))
         stats = RoutingStats(
             expert_counts=routing.counts.float(),
-            dropped=by_prototype(chosen_counts - routing.counts, config).sum(1).float(),
+            dropped=view_prototypes(chosen_counts - routing.counts, config).sum(1).float(),
             num_tokens=torch.full((), num_tokens, dtype=torch.float32, device=logits.device),
             router_entropy=entropy.float(),
             chosen_counts=chosen_counts.float(),
@@ -214,20 +214,20 @@ def choose(logits: Tensor, scores: Tensor, config: MoEConfig, balance_bias: Tens
         The gates and the experts' numbers in the whole layer, [T, Z, top_k] each, in descending order of the score.
     """
     with torch.no_grad():
-        biased = logits if balance_bias is None else scores + by_prototype(balance_bias, config)
+        biased = logits if balance_bias is None else scores + view_prototypes(balance_bias, config)
         groups = None
         if config.groups_per_token < config.num_groups:
             groups = best_groups(scores if balance_bias is None else biased, config)
-            biased = of_groups(biased, groups, config)
+            biased = gather_groups(biased, groups, config)
         # max is one pass; topk sorts.
         choices = biased.max(-1, keepdim=True).indices if config.top_k == 1 else biased.topk(config.top_k).indices
         if groups is not None:
-            choices = among_all(choices, groups, config)
+            choices = to_global_ids(choices, groups, config)
     if config.normalize_gates:
         gates = log_scores(logits, config).gather(-1, choices).flatten(1).softmax(-1).view_as(choices)
     else:
         gates = scores.gather(-1, choices)
-    numbers = by_prototype(torch.arange(config.num_experts, device=scores.device), config)
+    numbers = view_prototypes(torch.arange(config.num_experts, device=scores.device), config)
     return gates, numbers.expand_as(scores).gather(-1, choices)
 
 
@@ -340,7 +340,7 @@ def _ends(sorted_experts: Tensor, num_experts: int) -> Tensor:
     return torch.searchsorted(sorted_experts, torch.arange(num_experts, device=sorted_experts.device), right=True)
 
 
-class WideLinear(torch.autograd.Function):
+class Fp32RouterLinear(torch.autograd.Function):
     """Computes (noise * x) W^T in a wider type than x and W.
 
     It keeps x and W in their own types for the backward pass. Autograd would keep wide copies, with equal results.

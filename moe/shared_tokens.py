@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe.custom_gradient import custom_gradient, same
-from moe.dispatch import Dispatcher, Trip
+from moe.dispatch import Dispatcher, StagedForward
 from moe.experts import Experts
 from moe.routing import Routing
 
@@ -36,19 +36,19 @@ class SharedTokensDispatcher:
         tokens: Tensor,
         routing: Routing,
         experts: Experts,
-        beside: Callable[[Tensor], Tensor] | None = None,
+        concurrent: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """See ``Dispatcher``; ``beside`` gets all tokens on each rank."""
+        """See ``Dispatcher``; ``concurrent`` gets all tokens on each rank."""
         part = _Part.of(len(tokens), self.group)
         own = self.inner(*self._own(tokens, routing, part), experts)
-        added = None if beside is None else beside(tokens)
+        added = None if concurrent is None else concurrent(tokens)
         output = part.gathered(own)
         return output if added is None else output + added
 
-    def trip(self, tokens: Tensor, routing: Routing, experts: Experts) -> Trip:
+    def staged_forward(self, tokens: Tensor, routing: Routing, experts: Experts) -> StagedForward:
         """See ``Dispatcher``."""
         part = _Part.of(len(tokens), self.group)
-        own = yield from self.inner.trip(*self._own(tokens, routing, part), experts)
+        own = yield from self.inner.staged_forward(*self._own(tokens, routing, part), experts)
         return part.gathered(own)
 
     def _own(self, tokens: Tensor, routing: Routing, part: "_Part") -> tuple[Tensor, Routing]:

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from offload.runtime.dry_run import DryRuntime
     from offload.runtime.experts import StreamedExperts
     from offload.runtime.runtime import OffloadRuntime
-    from offload.runtime.updates import LateUpdate
+    from offload.runtime.updates import DelayedUpdate
     from offload.runtime.workers import WorkerFailure
 
 __all__ = [
     "ActivationOffload",
     "ChunkBytes",
     "CudaDevice",
+    "DelayedUpdate",
     "Device",
     "DeviceOutOfMemory",
     "DryRuntime",
-    "LateUpdate",
     "NextWeights",
     "OffloadRuntime",
     "OptimizerSettings",
@@ -65,7 +65,7 @@ _MODULES = {
     "Device": "devices.device",
     "DeviceOutOfMemory": "devices.device",
     "DryRuntime": "runtime.dry_run",
-    "LateUpdate": "runtime.updates",
+    "DelayedUpdate": "runtime.updates",
     "NextWeights": "memory.layout",
     "OffloadRuntime": "runtime.runtime",
     "OptimizerSettings": "optimizer.settings",

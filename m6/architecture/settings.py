@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 from m6.errors import UserError, nearest
+from m6.renamed import with_new_moe_keys
 from moe.config import MoEConfig
 
 MODEL_TYPE = "m6"
@@ -150,6 +151,8 @@ class ModelSettings:
                 f"found {self.patch_size}"
             )
         if self.moe is not None:
+            if isinstance(self.moe, dict):
+                self.moe = with_new_moe_keys(self.moe)  # of an older export
             if self.moe_layer_frequency > self.num_layers:
                 raise UserError(
                     f"moe_layer_frequency {self.moe_layer_frequency} exceeds num_layers {self.num_layers}: "

@@ -75,7 +75,7 @@ def compare(first: CheckpointReader, second: CheckpointReader) -> Comparison:
     hashes = (hashlib.sha256(), hashlib.sha256())
     tensors = sorted(first.shapes.keys() | second.shapes.keys(), key=_order)
     for name, kind in tensors:
-        tally = _Tally()
+        counters = _Counters()
         shapes = [reader.shapes.get((name, kind)) for reader in (first, second)]
         for reader, shape, digest in zip((first, second), shapes, hashes, strict=True):
             digest.update(f"{name}|{kind}|{shape}".encode())
@@ -89,16 +89,16 @@ def compare(first: CheckpointReader, second: CheckpointReader) -> Comparison:
         for mine, theirs in zip(_parts(first, name, kind), _parts(second, name, kind), strict=True):
             for digest, part in zip(hashes, (mine, theirs), strict=True):
                 digest.update(part.numpy().tobytes())
-            tally.add(mine, theirs)
-        if tally.differing:
+            counters.add(mine, theirs)
+        if counters.differing:
             differences.append(
-                f"{kind} of {name}: {tally.differing:,} of {tally.numel:,} elements differ, by at most "
-                f"{tally.largest:.3g}, the first at {tally.first:,}"
+                f"{kind} of {name}: {counters.differing:,} of {counters.numel:,} elements differ, by at most "
+                f"{counters.largest:.3g}, the first at {counters.first:,}"
             )
     return Comparison(len(tensors), (hashes[0].hexdigest(), hashes[1].hexdigest()), differences)
 
 
-class _Tally:
+class _Counters:
     """Counts different elements, part by part of a tensor."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from m6.checkpoints.format import MANIFEST, CheckpointReader, no_sign, step_of
+from m6.checkpoints.format import MANIFEST, CheckpointReader, no_progress, step_of
 from m6.errors import StorageError, UserError
 from m6.files import read_note, reading
 from m6.runs.directory import LAST_CHECKPOINT
@@ -69,7 +69,7 @@ def remove_half_written(root: Path, next_folder: Path) -> None:
                     remove_checkpoint(folder)
 
 
-def open_newest(root: Path, on_file: Callable[[], object] = no_sign) -> tuple[CheckpointReader | None, list[str]]:
+def open_newest(root: Path, on_file: Callable[[], object] = no_progress) -> tuple[CheckpointReader | None, list[str]]:
     """Opens the newest checkpoint in ``root`` with correct checksums. Every rank calls this function.
 
     A corrupt checkpoint is renamed, never deleted, and the one before it is tried. If a rank cannot read a checkpoint,
@@ -95,7 +95,7 @@ def open_newest(root: Path, on_file: Callable[[], object] = no_sign) -> tuple[Ch
     return None, problems
 
 
-def open_needed(root: Path, on_file: Callable[[], object] = no_sign) -> CheckpointReader:
+def open_needed(root: Path, on_file: Callable[[], object] = no_progress) -> CheckpointReader:
     """Opens the newest checkpoint in ``root`` for a command that needs one. Every rank calls this function.
 
     Args:
@@ -130,7 +130,9 @@ def _newest_on_main_rank(root: Path) -> Path | None:
     return None if name is None else root / name
 
 
-def open_together(folder: Path, on_file: Callable[[], object] = no_sign) -> tuple[CheckpointReader | None, list[str]]:
+def open_together(
+    folder: Path, on_file: Callable[[], object] = no_progress
+) -> tuple[CheckpointReader | None, list[str]]:
     """Opens a checkpoint; every rank checks the checksums of a part of the files.
 
     Returns:

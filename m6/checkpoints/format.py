@@ -88,7 +88,7 @@ class Range:
         return self.offset + self.numel
 
 
-def no_sign() -> None:
+def no_progress() -> None:
     """No-op progress callback."""
 
 
@@ -286,7 +286,7 @@ class CheckpointReader:
         for stored_ranges in self._ranges.values():
             yield from stored_ranges
 
-    def verify(self, rank: int = 0, world_size: int = 1, on_file: Callable[[], object] = no_sign) -> list[str]:
+    def verify(self, rank: int = 0, world_size: int = 1, on_file: Callable[[], object] = no_progress) -> list[str]:
         """Checks the size and the SHA-256 of this rank's share of the files.
 
         Args:

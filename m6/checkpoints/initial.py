@@ -11,7 +11,7 @@ from torch import Tensor
 
 from m6.checkpoints.discovery import open_needed
 from m6.checkpoints.finetuning import is_exported
-from m6.checkpoints.format import WEIGHT, CheckpointReader, WeightReader, no_sign
+from m6.checkpoints.format import WEIGHT, CheckpointReader, WeightReader, no_progress
 from m6.checkpoints.loading import as_plain_model, newest_complete_checkpoint, open_exported
 from m6.errors import UserError
 from m6.runs.directory import RunDirectory
@@ -31,7 +31,7 @@ def check_initial_weights(init: Path, tokenizer: M6Tokenizer) -> None:
         )
 
 
-def open_initial_weights(init: Path, on_file: Callable[[], object] = no_sign) -> WeightReader:
+def open_initial_weights(init: Path, on_file: Callable[[], object] = no_progress) -> WeightReader:
     """Opens the weights of ``init``, a run or an exported model.
 
     Args:

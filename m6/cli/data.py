@@ -247,14 +247,16 @@ def corpus(
         return
     typer.echo(f"{launched.out} {'holds this corpus already' if launched.was_built else 'is built'}")
     record = load_record(launched.out)
-    for name, tally in record.inputs.items():
-        removed = ", ".join(f"{stage} {sum(reasons.values()):,}" for stage, reasons in tally.removed.items())
+    for name, counters in record.inputs.items():
+        removed = ", ".join(f"{stage} {sum(reasons.values()):,}" for stage, reasons in counters.removed.items())
         typer.echo(
-            f"  {name}: {tally.documents:,} documents read, {tally.kept:,} kept in {tally.rows:,} rows; "
+            f"  {name}: {counters.documents:,} documents read, {counters.kept:,} kept in {counters.rows:,} rows; "
             f"removed: {removed or 'none'}"
         )
-    for name, tally in record.sets.items():
-        typer.echo(f"  the set {name}: {tally.kept:,} of {tally.documents:,} texts compared with training documents")
+    for name, counters in record.sets.items():
+        typer.echo(
+            f"  the set {name}: {counters.kept:,} of {counters.documents:,} texts compared with training documents"
+        )
 
 
 def open_scorer(run: Path) -> "CaptionMatcher":

@@ -23,7 +23,7 @@ from m6.cli.process import (
     keep_bars_out_of_logs,
     print_any_name,
     quick_imports,
-    tell_job,
+    report_to_job,
 )
 from m6.errors import RetryableError, UserError
 from m6.runs.signals import StopFlag, answer_sigquit, end_with_launcher
@@ -155,7 +155,7 @@ def _train(
     if step is not None and is_main_of_environment():
         message = f"the Pseudo stage of {folder.root} is over at step {step}: the JSON of the Real stage goes on"
         print(message, file=sys.stderr)
-        tell_job(message, "over")
+        report_to_job(message, "over")
 
 
 @app.command()
@@ -316,7 +316,7 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         if not isinstance(error, RetryableError):
-            tell_job(str(error))
+            report_to_job(str(error))
         sys.exit(2)
     except OSError as error:
         # An unusable file or a full disk is not a defect of the program. Other system errors may be: show a traceback.

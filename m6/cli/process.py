@@ -99,7 +99,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
 
 
-def tell_job(message: str, file: Literal["mistake", "over"] = "mistake") -> None:
+def report_to_job(message: str, file: Literal["mistake", "over"] = "mistake") -> None:
     """Writes the message to the attempt's folder, if this is an attempt of a Slurm job. The job then ends.
 
     Args:

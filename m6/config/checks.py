@@ -52,7 +52,7 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
     updates_at_once = config.expert_store is not None and config.expert_store.update == "backward"
     if updates_at_once and config.backward_passes(world_size) > 1:
         raise UserError(
-            'm6.offload: "update": "backward" needs one micro-batch a step, or m6.training.micro_batches_at_once of '
+            'm6.offload: "update": "backward" needs one micro-batch a step, or m6.training.overlap_micro_batches of '
             f"all of them, but train_batch_size {config.deepspeed.train_batch_size} makes {max(shares)} on "
             f"{world_size} ranks"
         )

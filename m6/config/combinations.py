@@ -136,7 +136,7 @@ def _switch(rule: str) -> Feature:
     )
 
 
-def _is_flushless(run: Run) -> bool:
+def _is_asynchronous(run: Run) -> bool:
     return run.m6.parallel.pipeline is not None and run.m6.gradient_delay is not None
 
 
@@ -223,7 +223,7 @@ CLIPPING = Feature(
     _value("gradient_clipping", lambda run: run.deepspeed.gradient_clipping),
     "set gradient_clipping to 0",
 )
-MUON, LAMB, LARS = map(_optimizer, ("Muon", "Lamb", "Lars"))
+LAMB, LARS = map(_optimizer, ("Lamb", "Lars"))
 ADAFACTOR = _optimizer("Adafactor")
 PARTS_OF_NORMS = Feature(
     'optimizer.type "Lamb" or "Lars" at zero_optimization.stage 1',
@@ -241,13 +241,13 @@ SPLIT_EXPERTS = Feature(
 )
 ONE_PART = _of("m6.training.ep_size 1", lambda run: run.m6.training.ep_size == 1, "use a larger m6.training.ep_size")
 TURNS = Feature(
-    "m6.training.micro_batches_at_once",
+    "m6.training.overlap_micro_batches",
     lambda run: (
-        f"m6.training.micro_batches_at_once {at_once}"
-        if (at_once := run.m6.training.micro_batches_at_once) > 1
+        f"m6.training.overlap_micro_batches {at_once}"
+        if (at_once := run.m6.training.overlap_micro_batches) > 1
         else None
     ),
-    "use m6.training.micro_batches_at_once 1",
+    "use m6.training.overlap_micro_batches 1",
 )
 ANY_WORLD = _of(
     'm6.training.deterministic "any_world"',
@@ -264,7 +264,7 @@ OTHER_SCHEDULES = Feature(
     f'm6.parallel.pipeline.schedule other than "{ONE_STAGE}"', _schedule, f'use "schedule": "{ONE_STAGE}"'
 )
 SLICES = Feature("m6.parallel.pipeline.slices", _slices, "leave m6.parallel.pipeline.slices out")
-FLUSHLESS = _of("m6.parallel.pipeline with m6.gradient_delay", _is_flushless, "set m6.gradient_delay=null")
+ASYNC_PIPELINE = _of("m6.parallel.pipeline with m6.gradient_delay", _is_asynchronous, "set m6.gradient_delay=null")
 TENSOR = _of("m6.parallel.tensor", lambda run: run.m6.parallel.tensor is not None, "set m6.parallel.tensor=null")
 SHARES = Feature(
     "m6.parallel.shares",
@@ -470,7 +470,7 @@ FACTS: tuple[Fact, ...] = (
             PLATEAU: "waits for the loss of each step",
             COMPRESSION: "asks all ranks at the end of a step whether their gradients are finite",
         },
-        {FLUSHLESS: "has passes of two steps under way"},
+        {ASYNC_PIPELINE: "has passes of two steps under way"},
     ),
     Fact(
         "whole rows",

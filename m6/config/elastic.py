@@ -9,9 +9,9 @@ from pydantic import Field, PositiveInt, model_validator
 
 from m6.validation import Section
 
-Changeable = Literal["ep_size", "zero_stage", "checkpointing", "ranks_per_node", "micro_batches_at_once", "pipeline"]
+Changeable = Literal["ep_size", "zero_stage", "checkpointing", "ranks_per_node", "overlap_micro_batches", "pipeline"]
 CHANGEABLE: tuple[Changeable, ...] = get_args(Changeable)
-FIXED_SUMS: tuple[Changeable, ...] = ("ep_size", "micro_batches_at_once", "pipeline")
+FIXED_SUMS: tuple[Changeable, ...] = ("ep_size", "overlap_micro_batches", "pipeline")
 """What m6.training.deterministic keeps, because its sums depend on it."""
 
 

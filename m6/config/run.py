@@ -6,6 +6,8 @@ the data and the schedule are in ``"m6"``.
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,7 @@ from m6.config.sections import M6Settings
 from m6.config.shares import BatchSplit
 from m6.config.tensor import TensorSettings, check_tensor
 from m6.errors import UserError, closest
+from m6.renamed import with_new_keys
 from m6.shipped import shipped_file
 from m6.validation import check_keys, read_document, validate
 
@@ -107,12 +110,12 @@ class RunConfig:
         return world_size // (self.pipeline_size * self.tensor_size)
 
     @property
-    def is_flushless(self) -> bool:
+    def is_asynchronous(self) -> bool:
         """Whether a pipeline goes on from step to step, see ``flushes_after``."""
         return self.pipeline is not None and self.m6.gradient_delay is not None
 
     def flushes_after(self, step: int) -> bool:
-        """Whether a flushless pipeline ends all passes of the first ``step`` steps before the next one begins.
+        """Whether a asynchronous pipeline ends all passes of the first ``step`` steps before the next one begins.
 
         It does where the run looks at the model or at its losses.
         """
@@ -131,7 +134,7 @@ class RunConfig:
             ranks=self.data_size(world_size),
             ep_size=self.m6.training.ep_size,
             tensor_size=self.tensor_size,
-            at_once=self.m6.training.micro_batches_at_once,
+            at_once=self.m6.training.overlap_micro_batches,
             stated=None if shares is None else tuple(shares),
             pipeline=self.pipeline,
             equal_for=needs_of_equal_shares(Run(self.m6, self.deepspeed, self.model)),
@@ -144,7 +147,7 @@ class RunConfig:
 
     def backward_passes(self, world_size: int) -> int:
         """Backward passes of a rank in such a step: of micro-batches, or of those that take turns."""
-        return self.accumulation_steps(world_size) // self.m6.training.micro_batches_at_once
+        return self.accumulation_steps(world_size) // self.m6.training.overlap_micro_batches
 
     @property
     def ranks_per_part(self) -> int:
@@ -161,7 +164,7 @@ class RunConfig:
         found: dict[str, Any] = {
             "m6.training.ep_size": training.ep_size,
             "train_micro_batch_size_per_gpu": self.deepspeed.micro_batch_size,
-            "m6.training.micro_batches_at_once": training.micro_batches_at_once,
+            "m6.training.overlap_micro_batches": training.overlap_micro_batches,
         }
         for name, section in (("pipeline", parallel.pipeline), ("tensor", parallel.tensor)):
             found[f"m6.parallel.{name}"] = None if section is None else section.model_dump(mode="json")
@@ -197,9 +200,14 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
 def parse_document(path: Path, document: dict[str, Any]) -> RunConfig:
     """Validates the JSON of a run; error messages begin with ``path``, the file it was read from."""
     try:
-        return parse_config(document)
+        document, warnings = with_new_keys(document)
+        config = parse_config(document)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    if os.environ.get("RANK", "0") == "0":
+        for warning in warnings:
+            print(f"warning: {path}: {warning}", file=sys.stderr)
+    return config
 
 
 def parse_config(document: dict[str, Any]) -> RunConfig:

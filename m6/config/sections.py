@@ -46,7 +46,7 @@ class TrainingSettings(Section):
     activation_checkpointing: bool = Field(
         False, description="recompute each block in the backward pass instead of keeping its activations"
     )
-    micro_batches_at_once: int = Field(
+    overlap_micro_batches: int = Field(
         1,
         ge=1,
         le=8,

@@ -192,10 +192,10 @@ class BatchSplit:
                 break
         uneven = [share for share in own if share % self.at_once]
         if uneven:
-            yield f"{text}: m6.training.micro_batches_at_once {self.at_once} does not divide {uneven[0]}"
+            yield f"{text}: m6.training.overlap_micro_batches {self.at_once} does not divide {uneven[0]}"
 
     def _product(self) -> str:
-        turns = f" x {self.at_once} micro_batches_at_once" if self.at_once > 1 else ""
+        turns = f" x {self.at_once} overlap_micro_batches" if self.at_once > 1 else ""
         return f"train_micro_batch_size_per_gpu {self.micro_batch_size} x {self.ranks} ranks{turns}"
 
     def _too_few(self, number: int) -> str:
@@ -205,7 +205,7 @@ class BatchSplit:
         if self.neighbours > 1:
             names.append(self._sizes if self.tensor_size == 1 else f"{self.neighbours} neighbours ({self._sizes})")
         if self.at_once > 1:
-            names.append(f"micro_batches_at_once {self.at_once}")
+            names.append(f"overlap_micro_batches {self.at_once}")
         return (
             f"it makes {number} micro-batches of {self.micro_batch_size}; they come in {' x '.join(names)}"
             f"{'' if len(names) == 1 else f' = {self.unit}'}, and the {self.ranks} ranks need "

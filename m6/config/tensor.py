@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from m6.architecture.received import PlacementName, nearest_num_ranks, side
+from m6.architecture.communication_volume import PlacementName, nearest_num_ranks, side
 from m6.architecture.settings import ModelSettings
 from m6.errors import UserError
 from m6.validation import Section

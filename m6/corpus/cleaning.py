@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from PIL import Image
 
+from m6.corpus.counters import Counters
 from m6.corpus.picture_copies import PictureWriter
 from m6.corpus.reading import read_part
 from m6.corpus.recipe import CorpusRecipe, FilterSettings, PictureFilterSettings
@@ -25,7 +26,6 @@ from m6.corpus.rules import (
     stored_form,
     without_marks,
 )
-from m6.corpus.tally import Tally
 from m6.corpus.text_copies import write_signatures
 from m6.corpus.work import DocumentWriter, Work
 from m6.data.build import check_row
@@ -34,17 +34,17 @@ from m6.data.sources.local import group_of_text
 from m6.data.sources.pictures import BadPicture, Decoded, decode, on_white, square
 
 
-def clean_part(work: Work, part: int) -> Tally:
+def clean_part(work: Work, part: int) -> Counters:
     """Writes the documents of a part after filtering, and their signatures. Returns counts of removals and changes."""
     recipe, planned = work.recipe, work.plan.parts[part]
     filters = recipe.input(planned.input).filters or recipe.filters
-    tally = Tally()
+    counters = Counters()
 
     with DocumentWriter(work.documents(part)) as writer:
 
         def letters_of_kept() -> Iterator[str]:
             for row in read_part(recipe, work.plan, planned, work.fetched(part)):
-                if (cleaned := _clean_text(row, recipe, filters, tally)) is not None:
+                if (cleaned := _clean_text(row, recipe, filters, counters)) is not None:
                     compared = compared_form(cleaned.text)
                     order = digest(f"{cleaned.text}\n{cleaned.id}")
                     writer.write(cleaned, digest(compared), order, len(cleaned.text))
@@ -52,33 +52,33 @@ def clean_part(work: Work, part: int) -> Tally:
 
         # The signatures take the documents one by one: document n of the file has signature n.
         write_signatures(letters_of_kept(), work.folder / "signatures", part, recipe.near_duplicates)
-    return tally
+    return counters
 
 
-def _clean_text(row: Row, recipe: CorpusRecipe, filters: FilterSettings, tally: Tally) -> Row | None:
+def _clean_text(row: Row, recipe: CorpusRecipe, filters: FilterSettings, counters: Counters) -> Row | None:
     """Returns a document in its stored form, or None if a rule removed it."""
-    tally.documents += 1
+    counters.documents += 1
     row, problem = check_row(row, "text", max_chars=recipe.document_chars)
     if problem is not None:
-        tally.remove("read", problem, row.id, row.text)
+        counters.remove("read", problem, row.id, row.text)
         return None
-    tally.characters += len(row.text)
-    tally.count("read", row.text)
+    counters.characters += len(row.text)
+    counters.count("read", row.text)
     text = stored_form(row.text, recipe.to_simplified)
     if recipe.remove_boilerplate:
         text, lines = remove_boilerplate(text)
-        tally.changed["boilerplate lines"] += lines
+        counters.changed["boilerplate lines"] += lines
     if recipe.mask_personal_data:
         text, masked = mask_personal_data(text)
-        tally.changed.update(masked)
+        counters.changed.update(masked)
     if problem := problem_of(text, filters):
-        tally.remove("filter", problem, row.id, text)
+        counters.remove("filter", problem, row.id, text)
         return None
     # The group is computed from the cleaned text: two documents may have differed in boilerplate lines only.
     return replace(row, text=text, group=row.group or group_of_text(text))
 
 
-def clean_pictures(work: Work, part: int) -> Tally:
+def clean_pictures(work: Work, part: int) -> Counters:
     """Writes the images of a part after filtering, and their keys. Returns counts of removals and changes.
 
     A part of a named set is not filtered: it keeps every decodable image, with or without a caption.
@@ -86,10 +86,10 @@ def clean_pictures(work: Work, part: int) -> Tally:
     recipe, planned = work.recipe, work.plan.parts[part]
     is_named = planned.input in work.plan.sets
     filters = None if is_named else recipe.picture_filters_of(planned.input)
-    tally = Tally()
+    counters = Counters()
     with DocumentWriter(work.documents(part)) as documents, PictureWriter(work.pictures, part) as pictures:
         for row in read_part(recipe, work.plan, planned, work.fetched(part)):
-            if (cleaned := _clean_picture(row, recipe, filters, tally)) is None:
+            if (cleaned := _clean_picture(row, recipe, filters, counters)) is None:
                 continue
             row, decoded = cleaned
             picture = on_white(decoded.picture)
@@ -101,37 +101,37 @@ def clean_pictures(work: Work, part: int) -> Tally:
             row = replace(row, group=group)
             documents.write(row, key, order, decoded.width * decoded.height, caption, is_named=is_named)
             pictures.write(picture)
-    return tally
+    return counters
 
 
 def _clean_picture(
-    row: Row, recipe: CorpusRecipe, filters: PictureFilterSettings | None, tally: Tally
+    row: Row, recipe: CorpusRecipe, filters: PictureFilterSettings | None, counters: Counters
 ) -> tuple[Row, Decoded] | None:
     """Returns a row with its caption in the stored form and its decoded image, or None if a rule removed it."""
-    tally.documents += 1
-    count_unread(tally.unread, row.unread)
+    counters.documents += 1
+    count_unread(counters.unread, row.unread)
     row, problem = check_row(row, "text", max_chars=recipe.document_chars)
     if filters is None and problem == "empty text":
         problem = None
     if problem is None and row.image is None:
         problem = "missing image"
     if problem is not None or row.image is None:
-        tally.remove("read", str(problem), row.id, row.text)
+        counters.remove("read", str(problem), row.id, row.text)
         return None
     try:
         decoded = decode(row.image, recipe.image_size)
     except BadPicture as error:
-        tally.remove("read", str(error), row.id, row.text)
+        counters.remove("read", str(error), row.id, row.text)
         return None
-    tally.characters += len(row.text)
-    tally.count("read", row.text, min(decoded.width, decoded.height))
+    counters.characters += len(row.text)
+    counters.count("read", row.text, min(decoded.width, decoded.height))
     row = replace(row, text=stored_form(row.text, recipe.to_simplified))
     if recipe.mask_personal_data:
         text, masked = mask_personal_data(row.text)
-        tally.changed.update(masked)
+        counters.changed.update(masked)
         row = replace(row, text=text)
     if filters and (problem := problem_of_picture(decoded, filters) or problem_of_caption(row.text, filters)):
-        tally.remove("filter", problem, row.id, row.text, decoded.picture)
+        counters.remove("filter", problem, row.id, row.text, decoded.picture)
         return None
     return row, decoded
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from m6.corpus.counters import Counters
 from m6.corpus.inputs import Checksums
 from m6.corpus.output import is_built
 from m6.corpus.plan import PLAN_NAME, load_plan, make_plan
 from m6.corpus.recipe import CorpusRecipe
 from m6.corpus.stages import run_task, unfinished
-from m6.corpus.tally import Tally
 from m6.corpus.text_copies import hashes_of_set, require_datatrove
 from m6.corpus.work import OpenScorer, Work, is_finished, prepare, remove, work_folder
 from m6.errors import UserError
@@ -116,7 +116,7 @@ def make_corpus(
         if not is_finished(folder):
             check_jobs_ended(folder)
         for named in recipe.decontamination.sets:  # fails now, not after hours of work
-            next(hashes_of_set(named, recipe.decontamination.ngram_chars, Tally()))
+            next(hashes_of_set(named, recipe.decontamination.ngram_chars, Counters()))
         known = load_plan(folder / PLAN_NAME).files if (folder / PLAN_NAME).exists() else []
         plan = make_plan(recipe, Checksums(known, folder / _CHECKSUMS_NAME))
         if recipe.matching_model is not None:

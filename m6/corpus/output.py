@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from m6 import files
+from m6.corpus.counters import KEPT as KEPT_SAMPLES
+from m6.corpus.counters import SAMPLE_CHARS, Counters, small_picture
 from m6.corpus.plan import Plan
 from m6.corpus.selection import KEPT, REASONS
-from m6.corpus.tally import KEPT as KEPT_SAMPLES
-from m6.corpus.tally import SAMPLE_CHARS, Tally, small_picture
 from m6.corpus.text_copies import hashes_of_set, ngram_hashes, read_index, shares_ngram, write_index
 from m6.corpus.work import Work, read_document, read_documents
 from m6.data.manifest import MANIFEST_NAME, SPLITS, Manifest, Shard, SourceEntry, Split, SplitEntry
@@ -43,8 +43,8 @@ class CorpusRecord(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    inputs: dict[str, Tally]
-    sets: dict[str, Tally] = {}
+    inputs: dict[str, Counters]
+    sets: dict[str, Counters] = {}
 
 
 def load_record(folder: Path) -> CorpusRecord:
@@ -58,7 +58,7 @@ def load_record(folder: Path) -> CorpusRecord:
         raise UserError(f"{file} is not the record of a corpus: {error.errors()[0]['msg']}") from None
 
 
-def index_held_out(work: Work, unit: int) -> Tally:
+def index_held_out(work: Work, unit: int) -> Counters:
     """Writes the n-grams of the held-out documents of a part, or of a named set.
 
     The units of the parts come first, then those of the named sets.
@@ -70,45 +70,45 @@ def index_held_out(work: Work, unit: int) -> Tally:
         UserError: a file of the set has changed since the plan, or no text can be compared.
     """
     ngram_chars = work.recipe.decontamination.ngram_chars
-    tally = Tally()
+    counters = Counters()
     hashes: Iterator[NDArray[np.uint64]]
     if unit < work.num_parts:
         is_text = work.plan.kind(work.plan.parts[unit]) == "text"
-        texts = (row.text for row, split in _kept(work, unit, Tally()) if split != "train") if is_text else iter(())
+        texts = (row.text for row, split in _kept(work, unit, Counters()) if split != "train") if is_text else iter(())
         hashes = (ngram_hashes(text, ngram_chars) for text in texts)
     else:
         named = work.recipe.decontamination.sets[unit - work.num_parts]
         work.plan.check_set(named)
-        hashes = hashes_of_set(named, ngram_chars, tally)
+        hashes = hashes_of_set(named, ngram_chars, counters)
     write_index(_index(work, f"{unit:05d}"), hashes)
-    return tally
+    return counters
 
 
-def join_index(work: Work) -> Tally:
+def join_index(work: Work) -> Counters:
     """Joins the n-grams of the held-out documents of all parts."""
     parts = (np.load(_index(work, f"{part:05d}")) for part in range(work.num_parts))
     write_index(_index(work, "joined"), parts)
-    return Tally()
+    return Counters()
 
 
-def write_part(work: Work, part: int) -> Tally:
+def write_part(work: Work, part: int) -> Counters:
     """Writes the shards of a part. Returns counts of removed and written documents."""
     recipe, name = work.recipe, work.plan.parts[part].input
     if name in work.plan.sets:
-        return Tally()
+        return Counters()
     indexes = {"the validation or test split": read_index(_index(work, "joined"))}
     for number, named in enumerate(recipe.decontamination.sets, start=work.num_parts):
         indexes[f"the set {named.name}"] = read_index(_index(work, f"{number:05d}"))
-    tally = Tally()
+    counters = Counters()
     with SplitWriters(_data(work), name, f"{name}-{part:05d}") as writers:
-        for row, split in _kept(work, part, tally):
+        for row, split in _kept(work, part, counters):
             if split == "train" and (found := _contaminated(row, indexes, recipe.decontamination.ngram_chars)):
-                tally.remove("decontamination", f"shares text with {found}", row.id, row.text)
+                counters.remove("decontamination", f"shares text with {found}", row.id, row.text)
                 continue
-            _count_kept(tally, row)
+            _count_kept(counters, row)
             for each in _rows(row, recipe.passage_chars):
                 writers.write(each, split)
-                tally.rows += 1
+                counters.rows += 1
     keys: dict[str, Any] = {
         f"{split}_{name}": values
         for split, contents in writers.contents.items()
@@ -117,10 +117,10 @@ def write_part(work: Work, part: int) -> Tally:
     with files.atomic_path(_keys(work, part)) as temporary, temporary.open("wb") as file:
         np.savez(file, **keys)
     files.write_json(_entries(work, part), _Splits.dump_python(writers.splits, exclude_none=True))
-    return tally
+    return counters
 
 
-def finish(work: Work) -> Tally:
+def finish(work: Work) -> Counters:
     """Writes the manifest and the record, checks the sizes of all shards, and gives the data folder its name.
 
     Raises:
@@ -138,7 +138,7 @@ def finish(work: Work) -> Tally:
         for split in entry.splits.values():
             check_sizes(data, split.shards)
     sets = work.recipe.decontamination.sets
-    counts = {named.name: work.tally("held_out", unit) for unit, named in enumerate(sets, start=work.num_parts)}
+    counts = {named.name: work.counters("held_out", unit) for unit, named in enumerate(sets, start=work.num_parts)}
     record = CorpusRecord(inputs=tallies, sets=counts)
     files.write_json(data / RECORD_NAME, record.model_dump(exclude_none=True))
     Manifest(recipe=work.plan.manifest_recipe(), sources=entries).save(data)
@@ -146,7 +146,7 @@ def finish(work: Work) -> Tally:
     out = work.recipe.out
     os.replace(data, out)
     files.sync(out.parent)
-    return Tally()
+    return Counters()
 
 
 def is_built(out: Path, plan: Plan) -> bool:
@@ -175,15 +175,15 @@ def _rows(row: Row, passage_chars: int) -> Iterator[Row]:
         yield replace(row, id=f"{row.id}/{number}", text=passage)
 
 
-def _count_kept(tally: Tally, row: Row) -> None:
-    tally.kept += 1
-    tally.kept_characters += len(row.text)
-    tally.count(KEPT_SAMPLES, row.text)
+def _count_kept(counters: Counters, row: Row) -> None:
+    counters.kept += 1
+    counters.kept_characters += len(row.text)
+    counters.count(KEPT_SAMPLES, row.text)
     if row.image is not None:
-        tally.sample(KEPT_SAMPLES, row.id, row.text, row.image)
+        counters.sample(KEPT_SAMPLES, row.id, row.text, row.image)
 
 
-def _kept(work: Work, part: int, tally: Tally) -> Iterator[tuple[Row, Split]]:
+def _kept(work: Work, part: int, counters: Counters) -> Iterator[tuple[Row, Split]]:
     """Yields the kept documents of a part with their splits, and counts the others as removed."""
     planned = work.plan.inputs[work.plan.parts[part].input]
     recipe = work.recipe
@@ -197,7 +197,7 @@ def _kept(work: Work, part: int, tally: Tally) -> Iterator[tuple[Row, Split]]:
         else:
             instead = (int(kept_part[number]), int(kept_row[number]))
             copy_of = None if instead == (part, number) else instead
-            tally.remove(*REASONS[int(status[number])], row.id, row.text, row.image, copy_of)
+            counters.remove(*REASONS[int(status[number])], row.id, row.text, row.image, copy_of)
 
 
 def _contaminated(row: Row, indexes: dict[str, NDArray[np.uint64]], ngram_chars: int) -> str | None:
@@ -207,21 +207,21 @@ def _contaminated(row: Row, indexes: dict[str, NDArray[np.uint64]], ngram_chars:
     return next((name for name, index in indexes.items() if shares_ngram(hashes, index)), None)
 
 
-def _joined_tally(work: Work, parts: list[int]) -> Tally:
-    tally = Tally()
+def _joined_tally(work: Work, parts: list[int]) -> Counters:
+    counters = Counters()
     for part in parts:
         for stage in ("clean", "write"):
-            tally.add(work.tally(stage, part))
-    for samples in tally.samples.values():
+            counters.add(work.counters(stage, part))
+    for samples in counters.samples.values():
         for sample in samples:
             if sample.copy_of is not None:
                 kept = read_document(work.documents(sample.copy_of[0]), sample.copy_of[1])
                 sample.kept_id, sample.kept_text, sample.copy_of = kept.id, kept.text[:SAMPLE_CHARS], None
                 sample.kept_picture = None if kept.image is None else small_picture(kept.image)
-    return tally
+    return counters
 
 
-def _describe(work: Work, name: str, parts: list[int], tally: Tally) -> SourceEntry:
+def _describe(work: Work, name: str, parts: list[int], counters: Counters) -> SourceEntry:
     contents = {split: Contents() for split in SPLITS}
     for part in parts:
         contents["validation"].add_state(_state(work, part, "validation"))
@@ -236,9 +236,11 @@ def _describe(work: Work, name: str, parts: list[int], tally: Tally) -> SourceEn
             shards[split] += entry.shards
     splits = {split: SplitEntry.of(found) for split, found in shards.items()}
     planned = work.plan.inputs[name]
-    skipped = Counter({f"{stage}: {why}": n for stage, reasons in tally.removed.items() for why, n in reasons.items()})
+    skipped = Counter(
+        {f"{stage}: {why}": n for stage, reasons in counters.removed.items() for why, n in reasons.items()}
+    )
     return describe_source(
-        planned.kind, planned.own_splits, planned.origin, splits, contents, groups, skipped, tally.unread
+        planned.kind, planned.own_splits, planned.origin, splits, contents, groups, skipped, counters.unread
     )
 
 

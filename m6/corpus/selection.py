@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from m6.corpus.counters import Counters
 from m6.corpus.picture_copies import picture_pairs
 from m6.corpus.plan import Part
-from m6.corpus.tally import Tally
 from m6.corpus.text_copies import find_clusters
 from m6.corpus.work import Ranking, Work, mismatched, read_ranking
 from m6.errors import UserError
@@ -102,7 +102,7 @@ def repeated_captions(
     return order[too_many], order[first[too_many]]
 
 
-def select(work: Work) -> Tally:
+def select(work: Work) -> Counters:
     """Joins the pairs of all buckets into clusters, chooses the kept documents, and writes the choice of each part.
 
     One task does this. Memory: about 100 bytes for each document, and 150 more for each document with a copy.
@@ -131,7 +131,7 @@ def select(work: Work) -> Tally:
         with atomic_path(work.decisions(part)) as temporary, temporary.open("wb") as file:
             row = kept[rows] - offsets[kept_part[rows]]
             np.savez(file, status=status[rows], kept_part=kept_part[rows], kept_row=row)
-    return Tally()
+    return Counters()
 
 
 def _clusters(work: Work, offsets: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -181,9 +181,9 @@ def _refuse_empty(work: Work, documents: NDArray[np.int64]) -> None:
         left[part.input] += count
     for name, count in left.items():
         if not count:
-            tally = Tally()
+            counters = Counters()
             for number, part in enumerate(work.plan.parts):
                 if part.input == name:
-                    tally.add(work.tally("clean", number))
-            reasons = [f"{reason}: {n}" for found in tally.removed.values() for reason, n in found.most_common()]
+                    counters.add(work.counters("clean", number))
+            reasons = [f"{reason}: {n}" for found in counters.removed.values() for reason, n in found.most_common()]
             raise UserError(f'input "{name}" has no usable document ({"; ".join(reasons) or "it is empty"})')

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from m6.corpus.cleaning import clean_part, clean_pictures
+from m6.corpus.counters import Counters
 from m6.corpus.output import finish, index_held_out, join_index, write_part
 from m6.corpus.picture_copies import write_picture_pairs
 from m6.corpus.selection import select
-from m6.corpus.tally import Tally
 from m6.corpus.text_copies import open_many_files, write_pairs
 from m6.corpus.work import OpenScorer, Work, score_part
 from m6.errors import UserError
@@ -35,10 +35,10 @@ class Stage:
 
     name: str
     units: Callable[[Work], int]
-    run: Callable[[Work, int], Tally]
+    run: Callable[[Work, int], Counters]
 
 
-def _clean_part(work: Work, part: int) -> Tally:
+def _clean_part(work: Work, part: int) -> Counters:
     open_many_files(work.num_text_parts)  # checks the limit now: later stages need it, hours from now
     is_text = work.plan.kind(work.plan.parts[part]) == "text"
     return clean_part(work, part) if is_text else clean_pictures(work, part)
@@ -53,14 +53,14 @@ def _buckets(work: Work) -> tuple[int, int]:
     )
 
 
-def _write_pairs(work: Work, bucket: int) -> Tally:
+def _write_pairs(work: Work, bucket: int) -> Counters:
     of_texts, of_pictures = _buckets(work)
     if bucket < of_texts:
         folders = (work.folder / "signatures", work.folder / "pairs")
         write_pairs(*folders, bucket, work.num_text_parts, work.recipe.near_duplicates)
     else:
         write_picture_pairs(work.pictures, work.num_parts, bucket - of_texts, of_pictures)
-    return Tally()
+    return Counters()
 
 
 def _parts(work: Work) -> int:
@@ -106,13 +106,13 @@ def run_task(folder: Path, name: str, task: int, num_tasks: int, open_scorer: Op
     for unit in range(task, stage.units(work), num_tasks):
         if not work.is_done(name, unit):
             try:
-                tally = stage.run(work, unit)
+                counters = stage.run(work, unit)
             except UserError as error:
                 raise UserError(f'stage "{name}", unit {unit}: {error}') from None
             except Exception:
                 print(f'stage "{name}", unit {unit} of {folder} failed', file=sys.stderr)
                 raise
-            work.mark_done(name, unit, tally)
+            work.mark_done(name, unit, counters)
 
 
 def unfinished(work: Work) -> list[Stage]:

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from m6.corpus.counters import Counters
 from m6.corpus.reading import read_set
 from m6.corpus.recipe import NamedSet, NearDuplicateSettings
 from m6.corpus.rules import compared_form, without_marks
-from m6.corpus.tally import Tally
 from m6.errors import UserError
 from m6.files import atomic_path, sync
 
@@ -186,25 +186,25 @@ def ngram_hashes(text: str, ngram_chars: int) -> NDArray[np.uint64]:
     return total
 
 
-def hashes_of_set(named: NamedSet, ngram_chars: int, tally: Tally) -> Iterator[NDArray[np.uint64]]:
+def hashes_of_set(named: NamedSet, ngram_chars: int, counters: Counters) -> Iterator[NDArray[np.uint64]]:
     """Yields the hashes of each text of a named set, and counts texts. A text without an n-gram is counted as removed.
 
     Raises:
         UserError: no text has an n-gram, so the set would protect nothing.
     """
     for row in read_set(named):
-        tally.documents += 1
-        tally.characters += len(row.text)
+        counters.documents += 1
+        counters.characters += len(row.text)
         hashes = ngram_hashes(row.text, ngram_chars)
         if len(hashes):
-            tally.kept += 1
-            tally.kept_characters += len(row.text)
+            counters.kept += 1
+            counters.kept_characters += len(row.text)
             yield hashes
         else:
             problem = row.problem or f"fewer than {ngram_chars} letters and digits"
-            tally.remove("held_out", problem, row.id, row.text)
-    if not tally.kept:
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in tally.removed.get("held_out", {}).items())
+            counters.remove("held_out", problem, row.id, row.text)
+    if not counters.kept:
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in counters.removed.get("held_out", {}).items())
         raise UserError(
             f'decontamination.sets: "{named.name}" would protect nothing: no text in column "{named.text_column}" of '
             f"{named.path} has {ngram_chars} letters and digits ({reasons or 'it is empty'})"

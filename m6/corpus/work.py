@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from m6 import files
+from m6.corpus.counters import Counters
 from m6.corpus.plan import PLAN_NAME, Plan, load_plan
 from m6.corpus.recipe import CorpusRecipe
-from m6.corpus.tally import Tally
 from m6.data.manifest import Split
 from m6.data.sources.base import Row
 from m6.errors import UserError
@@ -232,15 +232,15 @@ class Work:
         done = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
         return [unit for unit in range(units) if self._marker(stage, unit).name not in done]
 
-    def mark_done(self, stage: str, unit: int, tally: Tally) -> None:
+    def mark_done(self, stage: str, unit: int, counters: Counters) -> None:
         """Marks a unit as complete, and stores its counts."""
-        files.write_text(self._marker(stage, unit), tally.model_dump_json() + "\n")
+        files.write_text(self._marker(stage, unit), counters.model_dump_json() + "\n")
 
-    def tally(self, stage: str, unit: int) -> Tally:
+    def counters(self, stage: str, unit: int) -> Counters:
         """Returns the counts of a complete unit; UserError if its file is damaged."""
         marker = self._marker(stage, unit)
         try:
-            return Tally.model_validate_json(marker.read_bytes())
+            return Counters.model_validate_json(marker.read_bytes())
         except ValidationError as error:
             raise UserError(f"{marker} is damaged ({error.errors()[0]['msg']}); remove it") from None
 
@@ -335,7 +335,7 @@ OpenScorer = Callable[[Path], PictureScorer]
 """Opens the model in a folder. It is pickled for other processes, so it must be a function or class of a module."""
 
 
-def score_part(work: Work, part: int) -> Tally:
+def score_part(work: Work, part: int) -> Counters:
     """Writes the match scores of a part's images, float64 [documents]; nothing if its input has no threshold."""
     if work.min_match(part) > 0:
         scores = [np.empty(0, dtype=np.float64)]
@@ -345,7 +345,7 @@ def score_part(work: Work, part: int) -> Tally:
             scores.append(work.scorer(pictures, [row.text for row in rows]))
         with atomic_path(work.scores(part)) as temporary, temporary.open("wb") as file:
             np.save(file, np.concatenate(scores))
-    return Tally()
+    return Counters()
 
 
 def mismatched(work: Work, part: int, documents: int) -> NDArray[np.bool_]:

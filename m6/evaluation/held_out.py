@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from m6.checkpoints.ancestry import initial_of
+from m6.checkpoints.provenance import initial_of
 from m6.config.run import RunConfig, load_config
 from m6.data.codes import has_codes
 from m6.data.manifest import MANIFEST_NAME, SPLITS, Manifest, Shard

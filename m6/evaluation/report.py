@@ -16,12 +16,12 @@ import torch
 from PIL import Image
 
 from m6.architecture.special_tokens import IGNORED_LABEL
-from m6.checkpoints.ancestry import kept_initial
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.finetuning import is_exported
 from m6.checkpoints.format import CheckpointReader, step_folder
 from m6.checkpoints.initial import ExportedWeights
 from m6.checkpoints.loading import load_run_model, load_weights, open_newest_checkpoint, open_plain_model
+from m6.checkpoints.provenance import kept_initial
 from m6.checkpoints.tokenizers import with_kept_tokenizers
 from m6.config.run import RunConfig, load_config
 from m6.data.manifest import MANIFEST_NAME, Manifest

@@ -9,8 +9,8 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 import m6
-from m6.checkpoints.ancestry import InitialRun, initial_of, trained_objectives
 from m6.checkpoints.format import CheckpointReader
+from m6.checkpoints.provenance import InitialRun, initial_of, trained_objectives
 from m6.config.run import RunConfig
 from m6.data.manifest import SPLITS, Manifest
 from m6.data.overlap import describe_shared

@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from m6.architecture.configuration import M6Config
-from m6.checkpoints.ancestry import initial_record, write_record
 from m6.checkpoints.format import WEIGHT, CheckpointReader
 from m6.checkpoints.loading import (
     INDEX,
@@ -29,6 +28,7 @@ from m6.checkpoints.loading import (
     run_processor,
     without_capacity,
 )
+from m6.checkpoints.provenance import initial_record, write_record
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER
 from m6.config.run import load_config
 from m6.errors import UserError, first_line, nearest

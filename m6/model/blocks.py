@@ -87,7 +87,7 @@ class M6Block(GradientCheckpointingLayer):
         part = past_key_values.part(layer_index) if isinstance(past_key_values, SliceCache) else None
         return self._with(hidden_states, self.ffn(normed, token_mask, part))
 
-    def trip(
+    def staged_forward(
         self,
         hidden_states: Tensor,
         mask: Tensor,
@@ -105,7 +105,9 @@ class M6Block(GradientCheckpointingLayer):
         hidden_states, normed = self._attend(hidden_states, mask, layer_index, None, rotation)
         if isinstance(self.ffn, DenseFFN):
             return BlockOutput(hidden_states + self.dropout(self.ffn(normed)))
-        return self._with(hidden_states, (yield from _deferring(following, self.ffn.trip(normed, token_mask))))
+        return self._with(
+            hidden_states, (yield from _deferring(following, self.ffn.staged_forward(normed, token_mask)))
+        )
 
     def _with(self, hidden_states: Tensor, experts: MoEOutput) -> BlockOutput:
         """Adds the output of the experts to the residual stream."""
@@ -127,13 +129,13 @@ class M6Block(GradientCheckpointingLayer):
 
 
 def _deferring(
-    following: Sequence[nn.Module], trip: Generator[None, None, MoEOutput]
+    following: Sequence[nn.Module], staged: Generator[None, None, MoEOutput]
 ) -> Generator[None, None, MoEOutput]:
     """Runs dispatch, experts and combine, and defers weight gradients of the next blocks at the combine."""
     num_pauses = 0
     while True:
         try:
-            next(trip)
+            next(staged)
         except StopIteration as end:
             return end.value
         num_pauses += 1

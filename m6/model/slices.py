@@ -12,10 +12,10 @@ from torch import Tensor
 
 from m6.architecture.special_tokens import TARGET
 from moe.custom_gradient import custom_gradient
-from moe.parts import TokenPart, TokenParts
+from moe.parts import SequenceSlice, SequenceSlices
 
 
-def legal_cuts(token_type_ids: Tensor, sample_ids: Tensor) -> list[int]:
+def valid_cuts(token_type_ids: Tensor, sample_ids: Tensor) -> list[int]:
     """The positions for cuts through all rows of a micro-batch: no earlier token attends to a later one.
 
     These are ``p for p in range(1, S) if not mask[:, :, :p, p:].any()`` of ``prefix_lm_mask``: positions inside of
@@ -38,11 +38,11 @@ def legal_cuts(token_type_ids: Tensor, sample_ids: Tensor) -> list[int]:
     return ((furthest[:-1] < index[1:]).nonzero().squeeze(-1) + 1).tolist()
 
 
-def nearest_cuts(legal: Sequence[int], length: int, slices: int) -> list[int]:
+def nearest_valid_cuts(legal: Sequence[int], length: int, slices: int) -> list[int]:
     """The legal positions nearest to the cuts of equal slices; fewer than ``slices - 1`` if some coincide.
 
     Args:
-        legal: see ``legal_cuts``.
+        legal: see ``valid_cuts``.
         length: tokens of a row.
     """
     if not legal:
@@ -61,15 +61,15 @@ class SliceKeys:
         self._length = sample_ids.shape[1]
         self._num_tokens, self._samples = int((sample_ids != 0).sum()), int(sample_ids.max())
         self._parts: dict[tuple[int, int], _Sequence] = {}
-        self._routed: dict[int, TokenParts] = {}
+        self._routed: dict[int, SequenceSlices] = {}
 
     def of_slice(self, begin: int) -> SliceCache:
         """The ``past_key_values`` of all blocks for the slice beginning at this token."""
         return SliceCache(self, begin)
 
-    def routed(self, layer_index: int) -> TokenParts:
+    def routed(self, layer_index: int) -> SequenceSlices:
         """The routing choices of a sparse layer for all slices."""
-        return self._routed.setdefault(layer_index, TokenParts(self._num_tokens, self._samples))
+        return self._routed.setdefault(layer_index, SequenceSlices(self._num_tokens, self._samples))
 
     def join(self, part: int, layer_index: int, new: Tensor, begin: int) -> Tensor:
         """Appends keys (part 0) or values (part 1) of a slice to the earlier ones; see ``_Sequence``."""
@@ -94,9 +94,9 @@ class SliceCache:
             self._keys.join(1, layer_index, value, self._begin),
         )
 
-    def part(self, layer_index: int) -> TokenPart:
+    def part(self, layer_index: int) -> SequenceSlice:
         """The position of this slice among all tokens of the rows, for a sparse layer."""
-        return TokenPart(self._keys.routed(layer_index), self._begin)
+        return SequenceSlice(self._keys.routed(layer_index), self._begin)
 
 
 class _Sequence:

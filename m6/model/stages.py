@@ -21,14 +21,14 @@ from m6.model.blocks import BlockOutput, M6Block, run_blocks, seed_layer
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.outputs import M6Output, losses_of_states
 from m6.model.slices import SliceCache
-from moe import MoEConfig, MoELayer, RoutingStats, defer_gradients, forget_deferred
+from moe import MoEConfig, MoELayer, RoutingStats, clear_delayed_wgrads, defer_gradients
 
 T = TypeVar("T")
 Pass = Generator[None, None, T]
 """A forward pass as a generator. It pauses while a dispatch or combine is in flight; its value is its output."""
 
 
-def take_turns(passes: Iterable[Pass[T]], device: torch.device) -> list[T]:
+def interleave(passes: Iterable[Pass[T]], device: torch.device) -> list[T]:
     """Interleaves passes until all have ended: at each pause of a pass the next pass continues.
 
     The state of the random generators is saved at each pause and restored after it. So a pass gets the same random
@@ -80,13 +80,15 @@ class _BlockInputs(NamedTuple):
     rotation: Rotation | None
     dropout_seed: int | None
 
-    def trip(
+    def staged_forward(
         self, index: int, block: nn.Module, hidden_states: Tensor, following: Sequence[nn.Module] = ()
     ) -> Generator[None, None, BlockOutput]:
-        """Runs a block; see ``M6Block.trip``."""
+        """Runs a block; see ``M6Block.staged_forward``."""
         seed_layer(self.dropout_seed, index + 1, hidden_states.device)
         assert isinstance(block, M6Block)
-        return (yield from block.trip(hidden_states, self.mask, self.token_mask, index, self.rotation, following))
+        return (
+            yield from block.staged_forward(hidden_states, self.mask, self.token_mask, index, self.rotation, following)
+        )
 
 
 def keep_layers(model: M6ForConditionalGeneration, layers: set[int]) -> None:
@@ -164,13 +166,13 @@ class ModelStage(nn.Module):
             routed.append(_routed(output))
         return self._leave(hidden_states, routed, labels)
 
-    def in_turns(
+    def interleaved_s(
         self,
         batches: Sequence[tuple[dict[str, Tensor], Tensor]],
         dropout_seeds: Sequence[int | None],
         device: torch.device,
     ) -> list[M6Output]:
-        """Runs all layers of a model on interleaved micro-batches, see ``take_turns``.
+        """Runs all layers of a model on interleaved micro-batches, see ``interleave``.
 
         With activation checkpointing the micro-batches interleave inside of each block, and the backward pass runs the
         block again for all of them. So the last combine of a block ends before the next block begins.
@@ -180,16 +182,16 @@ class ModelStage(nn.Module):
             dropout_seeds: of each micro-batch.
             device: of the model.
         """
-        forget_deferred(self)
+        clear_delayed_wgrads(self)
         if not any(isinstance(block, M6Block) and block.gradient_checkpointing for block in self.layers):
-            trips = (self._trip(*batch, seed) for batch, seed in zip(batches, dropout_seeds, strict=True))
-            return take_turns(trips, device)
+            passes = (self._trip(*batch, seed) for batch, seed in zip(batches, dropout_seeds, strict=True))
+            return interleave(passes, device)
         entered = [self._enter(None, inputs, seed) for (inputs, _), seed in zip(batches, dropout_seeds, strict=True)]
         states, routed = [hidden_states for hidden_states, _ in entered], [list[Routed | None]() for _ in batches]
 
         def run(index: int, block: nn.Module, *states: Tensor) -> list[BlockOutput]:
             each = zip(states, entered, strict=True)
-            return take_turns((given.trip(index, block, hidden) for hidden, (_, given) in each), device)
+            return interleave((given.staged_forward(index, block, hidden) for hidden, (_, given) in each), device)
 
         for index, block in zip(self.numbers, self.layers, strict=True):
             # An early stop would leave exchanges of tokens of the other micro-batches unfinished.
@@ -215,7 +217,7 @@ class ModelStage(nn.Module):
         for block in self._up_to_a_pause(0):
             defer_gradients(block)
         for place, (index, block) in enumerate(zip(self.numbers, self.layers, strict=True)):
-            output = yield from given.trip(index, block, hidden_states, self._up_to_a_pause(place + 1))
+            output = yield from given.staged_forward(index, block, hidden_states, self._up_to_a_pause(place + 1))
             hidden_states = output.hidden_states
             routed.append(_routed(output))
         return self._leave(hidden_states, routed, labels)[1]

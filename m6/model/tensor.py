@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from m6.architecture.received import AXES, PlacementName, side
+from m6.architecture.communication_volume import AXES, PlacementName, side
 from m6.architecture.settings import ModelSettings
 from m6.model.blocks import DenseFFN, M6Block
 from moe.activations import ACTIVATIONS
@@ -134,11 +134,11 @@ class Division:
         ordered = parts.permute(*self.rows, axes, *self.columns, axes + 1)
         return ordered.flatten(len(self.rows) + 1).flatten(0, len(self.rows))
 
-    def bring(self, part: Tensor, grid: Grid) -> Tensor:
+    def all_gather(self, part: Tensor, grid: Grid) -> Tensor:
         """All-gathers the part for a matmul of this rank, if the sharding needs it."""
         return part if self.gathered is None else grid.gather(part, self.gathered, self._dim)
 
-    def add_up(self, partial: Tensor, grid: Grid) -> Tensor:
+    def reduce_scatter(self, partial: Tensor, grid: Grid) -> Tensor:
         """This rank's part of the sum of all ranks' partial results; the reverse of ``bring``."""
         if self.gathered is not None:
             return grid.scatter(partial, self.gathered, self._dim)
@@ -248,15 +248,15 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, matrix: Tensor, product: ProductPlacement, grid: Grid) -> Tensor:
         ctx.save_for_backward(inputs, matrix)
         ctx.product, ctx.grid = product, grid
-        brought = product.inputs.bring(inputs, grid), product.matrix.bring(matrix, grid)
-        return product.outputs.add_up(brought[0] @ brought[1], grid)
+        brought = product.inputs.all_gather(inputs, grid), product.matrix.all_gather(matrix, grid)
+        return product.outputs.reduce_scatter(brought[0] @ brought[1], grid)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (inputs, matrix), product, grid = ctx.saved_tensors, ctx.product, ctx.grid
-        grad = product.outputs.bring(grads[0], grid)
-        by_inputs = product.inputs.add_up(grad @ product.matrix.bring(matrix, grid).t(), grid)
-        by_matrix = product.matrix.add_up(product.inputs.bring(inputs, grid).t() @ grad, grid)
+        grad = product.outputs.all_gather(grads[0], grid)
+        by_inputs = product.inputs.reduce_scatter(grad @ product.matrix.all_gather(matrix, grid).t(), grid)
+        by_matrix = product.matrix.reduce_scatter(product.inputs.all_gather(inputs, grid).t() @ grad, grid)
         return by_inputs, by_matrix, None, None
 
 
@@ -289,7 +289,7 @@ def divide_layers(
 
     def part_of(linear: nn.Linear, product: ProductPlacement, grid: Grid, stacked: int = 1) -> Any:
         if linear not in parts:
-            parts[linear] = DividedLinear(linear, product, grid, stacked)
+            parts[linear] = ShardedLinear(linear, product, grid, stacked)
             parts[parts[linear]] = parts[linear]
         return parts[linear]
 
@@ -328,7 +328,7 @@ class _Divided(nn.Module):
         return self
 
 
-class DividedLinear(_Divided):
+class ShardedLinear(_Divided):
     """This rank's part of a linear layer: the transpose of its block of the weight, and its part of the bias.
 
     In 2-D and 3-D each rank has the whole bias.
@@ -385,10 +385,10 @@ class DividedLinear(_Divided):
 class DividedFFN(DenseFFN):
     """A dense feed-forward with sharded matrices."""
 
-    input: DividedLinear  # type: ignore[assignment]
-    output: DividedLinear  # type: ignore[assignment]
+    input: ShardedLinear  # type: ignore[assignment]
+    output: ShardedLinear  # type: ignore[assignment]
 
-    def __init__(self, inner: DividedLinear, outer: DividedLinear, placement: Placement, grid: Grid) -> None:
+    def __init__(self, inner: ShardedLinear, outer: ShardedLinear, placement: Placement, grid: Grid) -> None:
         nn.Module.__init__(self)
         self._placement, self._grid = placement, grid
         self.input, self.output = inner, outer

@@ -22,7 +22,7 @@ MANY_WITHOUT_EXPERT = 0.05  # share of the tokens
 
 
 @dataclass(frozen=True)
-class StageBooking:
+class StageEstimate:
     """A phase of a run (Pseudo or Real) with its plan.
 
     Attributes:
@@ -80,7 +80,7 @@ class StageBooking:
     range_source: str
 
 
-def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> StageBooking:
+def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> StageEstimate:
     """The cost of one phase of a run."""
     config, cluster, time = planner.config, planner.cluster, plan.time
     batch = config.deepspeed.train_batch_size
@@ -98,7 +98,7 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
     days = days_of(time.total)
     routing = planner.memory.expected_routing(plan.layout) or ExpectedRouting(0.0, 0.0)
     job_s = time_limit_min * 60 - signal_lead_s(planner, plan)
-    return StageBooking(
+    return StageEstimate(
         stage="real" if planner.memory.sharing is None else "pseudo",
         layout=str(plan.layout),
         steps=steps,
@@ -125,7 +125,7 @@ def book_stage(planner: Planner, plan: PricedLayout, time_limit_min: int) -> Sta
     )
 
 
-def booking(stages: list[StageBooking], planner: Planner) -> dict[str, Any]:
+def booking(stages: list[StageEstimate], planner: Planner) -> dict[str, Any]:
     """All phases and their sum, for ``--json``."""
     days = sum(stage.days for stage in stages)
     samples = sum(stage.samples for stage in stages)
@@ -148,7 +148,7 @@ def booking(stages: list[StageBooking], planner: Planner) -> dict[str, Any]:
     }
 
 
-def booking_table(stages: list[StageBooking], planner: Planner, time_limit_min: int) -> str:
+def booking_table(stages: list[StageEstimate], planner: Planner, time_limit_min: int) -> str:
     """The same as a table."""
     total = booking(stages, planner)
     rows = [
@@ -184,13 +184,13 @@ def booking_table(stages: list[StageBooking], planner: Planner, time_limit_min: 
     )
 
 
-def _loss(stages: list[StageBooking], planner: Planner) -> LossPrediction:
+def _loss(stages: list[StageEstimate], planner: Planner) -> LossPrediction:
     """The loss at the end of the run, with the expected experts per token of the last phase."""
     computed = stages[-1].experts_per_token or None
     return predicted_loss(planner.config, planner.config.m6.training.total_steps, computed)
 
 
-def _experts_line(stage: StageBooking, planner: Planner) -> str:
+def _experts_line(stage: StageEstimate, planner: Planner) -> str:
     """The number of experts of a token, and the keys of the capacity; empty for a dense model."""
     if planner.config.model.moe is None:
         return ""

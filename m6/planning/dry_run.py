@@ -113,7 +113,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     predicted = {name: getattr(footprint, name) for name in ("weights", "gradients", "optimizer_state", "peak")}
     activations = memory.activations_of(layout)
     # Recomputed activations exist only in the backward pass, and ``held`` is measured at the end of the forward pass.
-    predicted["activations"] = layout.micro_batches_at_once * (activations.total() - activations.recomputation())
+    predicted["activations"] = layout.overlap_micro_batches * (activations.total() - activations.recomputation())
     to_send = [0.0, 0.0]
     for work, count in work_of(config, memory.model, shape, layout):
         if work.routed is not None:

@@ -28,7 +28,7 @@ _SETTINGS = (
     ("zero_optimization",),
     ("m6", "training", "ep_size"),
     ("m6", "training", "activation_checkpointing"),
-    ("m6", "training", "micro_batches_at_once"),
+    ("m6", "training", "overlap_micro_batches"),
     ("m6", "moe", "ranks_per_node"),
     ("m6", "parallel", "pipeline"),
     ("m6", "parallel", "shares"),

@@ -162,7 +162,7 @@ def memory_table(planner: Planner, layout: ParallelLayout) -> str:
 
 def tally_line(result: SearchResult) -> str:
     """The number of visited layouts, and of rejected ones by reason."""
-    parts = [f"{name} {number:,}" for name, number in sorted(result.tally.items(), key=lambda item: -item[1])]
+    parts = [f"{name} {number:,}" for name, number in sorted(result.counters.items(), key=lambda item: -item[1])]
     return f"{result.visited:,} layouts: {'; '.join(parts)}."
 
 

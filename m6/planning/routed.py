@@ -15,7 +15,7 @@ from torch import Tensor
 from m6.config.run import RunConfig, load_config
 from m6.formatting import markdown_table
 from moe import MoEConfig
-from moe.groups import by_prototype
+from moe.groups import view_prototypes
 from moe.routing import route
 
 CONFIGURATIONS = (
@@ -70,7 +70,7 @@ def routed(config: RunConfig, num_tokens: int, training: bool, alone: bool = Fal
     generator = torch.Generator().manual_seed(0)
     width, deviation = config.model.hidden_size, config.model.initializer_range
     weight = deviation * torch.randn(moe.num_experts, width, generator=generator)
-    logits = by_prototype(torch.randn(num_tokens, width, generator=generator) @ weight.T, moe)
+    logits = view_prototypes(torch.randn(num_tokens, width, generator=generator) @ weight.T, moe)
     torch.manual_seed(0)  # capacities are rounded at random
     if not alone:
         return _of_call(logits, moe, training)

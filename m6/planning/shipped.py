@@ -6,7 +6,7 @@ from pathlib import Path
 
 from m6.config.run import RunConfig, load_config, parse_config
 from m6.files import write_text
-from m6.planning.booking import MANY_WITHOUT_EXPERT, StageBooking, book_stage, booking_table
+from m6.planning.booking import MANY_WITHOUT_EXPERT, StageEstimate, book_stage, booking_table
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.loss import shipped_law
 from m6.planning.machine.cluster import Cluster, load_cluster
@@ -33,7 +33,7 @@ def shipped_plan(name: str) -> str:
         f"Written by `python -m m6.planning.shipped`; the same as `m6 plan configs/papers/{name}.json --cluster "
         f"{SHIPPED[name]}`. GB are 10^9 bytes; nine tenths of a memory may be planned for.",
     ]
-    booked: list[StageBooking] = []
+    booked: list[StageEstimate] = []
     found = plan_run(planner)
     stages, results = found.stages, found.results
     for stage, result, report in zip(stages, results, run_report(found), strict=True):

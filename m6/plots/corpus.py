@@ -13,8 +13,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from m6.corpus.counters import KEPT, Counters, Histogram, Sample
 from m6.corpus.output import load_record
-from m6.corpus.tally import KEPT, Histogram, Sample, Tally
 from m6.files import atomic_path, write_text
 from m6.formatting import markdown_table
 from m6.plots.style import plotting, save_figure
@@ -64,9 +64,9 @@ def write_corpus_page(data: Path, out: Path) -> Path:
         UserError: ``data`` has no record of a corpus.
     """
     inputs = load_record(data).inputs
-    total = Tally()
-    for tally in inputs.values():
-        total.add(tally)
+    total = Counters()
+    for counters in inputs.values():
+        total.add(counters)
     out.mkdir(parents=True, exist_ok=True)
     _plot_lengths(total.histograms, out / "lengths.png")
     _plot_shares(total.histograms, out / "chinese.png")
@@ -87,13 +87,13 @@ def write_corpus_page(data: Path, out: Path) -> Path:
     return out / "report.md"
 
 
-def _pictures(inputs: Mapping[str, Tally], total: Tally, out: Path) -> Iterator[str]:
+def _pictures(inputs: Mapping[str, Counters], total: Counters, out: Path) -> Iterator[str]:
     """Writes contact sheets and yields their sections; nothing without images."""
     if "read" not in total.histograms or not total.histograms["read"].sides:
         return
     _plot_sides(total.histograms["read"], out / "sides.png")
     yield "## Pictures\n![Shorter sides of the pictures](sides.png)"
-    kept = {f"Kept of {name}": tally.samples.get(KEPT, []) for name, tally in inputs.items()}
+    kept = {f"Kept of {name}": counters.samples.get(KEPT, []) for name, counters in inputs.items()}
     removed = {f"Removed, {name}": samples for name, samples in sorted(total.samples.items()) if name != KEPT}
     for title, samples in (kept | removed).items():
         if shown := [sample for sample in samples if sample.picture is not None]:
@@ -104,33 +104,33 @@ def _pictures(inputs: Mapping[str, Tally], total: Tally, out: Path) -> Iterator[
             yield f"### {title}\n![{title}]({file})\n\nIn order: {captions}.{beside}"
 
 
-def _funnel(tallies: Mapping[str, Tally]) -> str:
-    lines = [("read", [tally.documents for tally in tallies.values()])]
+def _funnel(tallies: Mapping[str, Counters]) -> str:
+    lines = [("read", [counters.documents for counters in tallies.values()])]
     for stage, reason in _reasons(tallies.values()):
         lines.append(
-            (f"- {stage}: {reason}", [tally.removed.get(stage, Counter())[reason] for tally in tallies.values()])
+            (f"- {stage}: {reason}", [counters.removed.get(stage, Counter())[reason] for counters in tallies.values()])
         )
-    lines.append(("kept", [tally.kept for tally in tallies.values()]))
-    lines.append(("rows of the data folder", [tally.rows for tally in tallies.values()]))
+    lines.append(("kept", [counters.kept for counters in tallies.values()]))
+    lines.append(("rows of the data folder", [counters.rows for counters in tallies.values()]))
     return markdown_table(["", *tallies], [[name, *map(_number, counts)] for name, counts in lines])
 
 
-def _characters(tallies: Mapping[str, Tally]) -> str:
-    stages = dict.fromkeys(stage for tally in tallies.values() for stage in tally.removed_characters)
-    lines = [["usable", *(_number(tally.characters) for tally in tallies.values())]]
+def _characters(tallies: Mapping[str, Counters]) -> str:
+    stages = dict.fromkeys(stage for counters in tallies.values() for stage in counters.removed_characters)
+    lines = [["usable", *(_number(counters.characters) for counters in tallies.values())]]
     for stage in stages:
-        lines.append([f"- {stage}", *(_number(tally.removed_characters[stage]) for tally in tallies.values())])
+        lines.append([f"- {stage}", *(_number(counters.removed_characters[stage]) for counters in tallies.values())])
     kept = [
-        f"{_number(tally.kept_characters)} ({_share(tally.kept_characters, tally.characters)})"
-        for tally in tallies.values()
+        f"{_number(counters.kept_characters)} ({_share(counters.kept_characters, counters.characters)})"
+        for counters in tallies.values()
     ]
     return markdown_table(["", *tallies], [*lines, ["kept", *kept]])
 
 
-def _changed(tallies: Mapping[str, Tally]) -> str:
+def _changed(tallies: Mapping[str, Counters]) -> str:
     counts = [
-        tally.changed + Counter({f"members not read: {kind}": number for kind, number in tally.unread.items()})
-        for tally in tallies.values()
+        counters.changed + Counter({f"members not read: {kind}": number for kind, number in counters.unread.items()})
+        for counters in tallies.values()
     ]
     kinds = sorted({kind for each in counts for kind in each})
     return markdown_table(["", *tallies], [[kind, *(_number(each[kind]) for each in counts)] for kind in kinds])
@@ -157,11 +157,11 @@ def _examples(samples: Mapping[str, list[Sample]]) -> str:
     return markdown_table(["reason", "document", "text"], rows, "lll") if rows else "None was removed."
 
 
-def _reasons(tallies: Iterable[Tally]) -> list[tuple[str, str]]:
+def _reasons(tallies: Iterable[Counters]) -> list[tuple[str, str]]:
     """All stages and reasons: stages in their order, the most frequent reason first."""
     counts: dict[str, Counter[str]] = {}
-    for tally in tallies:
-        for stage, reasons in tally.removed.items():
+    for counters in tallies:
+        for stage, reasons in counters.removed.items():
             counts.setdefault(stage, Counter()).update(reasons)
     order = dict.fromkeys(["read", "filter", "matching", "duplicates", "captions", "decontamination", *counts])
     return [(stage, reason) for stage in order for reason, _ in counts.get(stage, Counter()).most_common()]

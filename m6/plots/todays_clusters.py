@@ -13,7 +13,7 @@ from pathlib import Path
 from m6.config.run import load_config
 from m6.files import write_text
 from m6.formatting import markdown_table
-from m6.planning.booking import StageBooking, book_stage, format_days
+from m6.planning.booking import StageEstimate, book_stage, format_days
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.machine.cluster import load_cluster
 from m6.planning.search.planner import Planner
@@ -36,7 +36,7 @@ class Sized:
         lacks: why no layout fits.
     """
 
-    booked: StageBooking | None
+    booked: StageEstimate | None
     layout: ParallelLayout | None
     lacks: str = ""
 

@@ -3,7 +3,7 @@
 RUN/config.json      the JSON of the run, as validated
 RUN/provenance/      one folder per attempt: git commit and patch, command, hardware, environment, package versions
 RUN/sources.json     the sources of the data with their licences, see m6/runs/data.py
-RUN/initial.json     the run or model of the initial weights, see m6/checkpoints/ancestry.py
+RUN/initial.json     the run or model of the initial weights, see m6/checkpoints/provenance.py
 RUN/captions.json    pieces and character pairs of all captions, if the run learns to draw, see m6/data/captions.py
 RUN/metrics.jsonl    one line per log interval; a restart causes no duplicates and no gaps
 RUN/bad_rows_rank_*  unusable rows of the data, by step; also without duplicates and gaps
@@ -51,6 +51,7 @@ from m6.files import (
     write_text,
 )
 from m6.lock import FolderLock
+from m6.renamed import with_new_keys
 from m6.runs.provenance import record_attempt
 
 # These sections may change between two attempts at a run: they set neither model, data order nor schedule.
@@ -69,7 +70,7 @@ def identity(document: dict[str, Any]) -> dict[str, Any]:
     training = m6.get("training", {}).items()
     # If a limit ended a run, a higher limit may continue it.
     layout = [
-        *("ep_size", "total_steps", "activation_checkpointing", "micro_batches_at_once"),
+        *("ep_size", "total_steps", "activation_checkpointing", "overlap_micro_batches"),
         *("max_skipped_steps", "check_replicas_interval_steps"),
     ]
     m6["training"] = {key: value for key, value in training if key not in layout}
@@ -435,7 +436,7 @@ def _read_document(path: Path) -> dict[str, Any]:
         sections = document["m6"]
         needed = [sections, sections["training"], sections["data"], *(sections.get(name) or {} for name in _OPTIONAL)]
         if all(isinstance(section, dict) for section in needed):
-            return document
+            return with_new_keys(document)[0]
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
     raise UserError(f"{path}: corrupt, or not the configuration of a run; choose another --run-dir")

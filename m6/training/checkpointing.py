@@ -26,7 +26,7 @@ from m6.checkpoints.format import (
     CheckpointReader,
     Fragment,
     WeightReader,
-    no_sign,
+    no_progress,
     step_folder,
     write_manifest,
     write_shards,
@@ -223,7 +223,7 @@ class Checkpointer:
 
 
 # Old checkpoints lack this entry, because it had only one value when they were written.
-_SUMS_OF_OLD_STATES = {"m6.training.micro_batches_at_once": 1}
+_SUMS_OF_OLD_STATES = {"m6.training.overlap_micro_batches": 1}
 
 
 def check_same_sums(config: RunConfig, state: dict[str, Any]) -> None:
@@ -252,7 +252,7 @@ def check_same_tokenizers(
             )
 
 
-def restore(engine: Engine, reader: CheckpointReader, on_read: Callable[[], object] = no_sign) -> None:
+def restore(engine: Engine, reader: CheckpointReader, on_read: Callable[[], object] = no_progress) -> None:
     """Loads weights, moments and counters into the engine; the checkpoint may have any layout.
 
     Args:
@@ -267,7 +267,7 @@ def restore(engine: Engine, reader: CheckpointReader, on_read: Callable[[], obje
     engine.load_counters(reader.state, reader.state["step"])
 
 
-def restore_weights(engine: Engine, reader: WeightReader, on_read: Callable[[], object] = no_sign) -> None:
+def restore_weights(engine: Engine, reader: WeightReader, on_read: Callable[[], object] = no_progress) -> None:
     """Loads only the weights, to start a run from another run or an exported model. Adapters keep their values.
 
     Args:
@@ -282,7 +282,7 @@ def restore_weights(engine: Engine, reader: WeightReader, on_read: Callable[[], 
 
 
 def _fill(
-    engine: Engine, reader: WeightReader, targets: Iterable[Fragment], on_read: Callable[[], object] = no_sign
+    engine: Engine, reader: WeightReader, targets: Iterable[Fragment], on_read: Callable[[], object] = no_progress
 ) -> None:
     names = engine.tensor_names
     for name in reader.names(WEIGHT):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from m6.architecture.configuration import M6Config
 from m6.architecture.sharing import Sharing
 from m6.checkpoints.discovery import lost_newest, open_newest, open_together
-from m6.checkpoints.format import no_sign
+from m6.checkpoints.format import no_progress
 from m6.checkpoints.tokenizers import keep_tokenizers
 from m6.config.checks import check_world_size
 from m6.config.run import RunConfig
@@ -103,7 +103,7 @@ class Trainer:
         self.data = open_data(config)
         on_main_rank(self.data.check_files)
         # Before the engine is built: the checkpoint decides between the Pseudo and the Real model.
-        self._show_loading = run.show_loading if runtime.is_main else no_sign
+        self._show_loading = run.show_loading if runtime.is_main else no_progress
         self.checkpoint, self.problems = open_newest(run.checkpoints, self._show_loading)
         if self.checkpoint is None:
             on_main_rank(lambda: run.check_never_saved(self.problems))
@@ -155,14 +155,14 @@ class Trainer:
                 times.end_step()
                 self._replan_offloading()
                 self.step += 1
-                bad_rows = [row for batch in under_way[-1] for row in batch.bad_rows if self.dims.reads_first]
+                bad_rows = [row for batch in under_way[-1] for row in batch.bad_rows if self.dims.is_data_leader]
                 self.run.list_bad_rows(self.runtime.rank, self.step, bad_rows)
                 if self.step == stop_after:
                     outcomes += self.train_step.flush()
                 for outcome in outcomes:
                     self._observe(outcome, under_way.popleft(), report)
                 if self.step == total or self.stage.is_due:
-                    self.engine.use_late_gradients()
+                    self.engine.use_delayed_gradients()
                 # All ranks have the same requests here, so that they stop and save after the same step.
                 requests = Requests.of_all(outcome.result.requests for outcome in outcomes)
                 stopped = requests.stop or self.step == stop_after or self.stage.ends_job
@@ -262,7 +262,7 @@ class Trainer:
 
     def _build_engine(self) -> None:
         self.engine = build_engine(self.config, self.runtime, self.stage.sharing)
-        kind = FlushlessTrainStep if self.config.is_flushless else TrainStep
+        kind = FlushlessTrainStep if self.config.is_asynchronous else TrainStep
         self.train_step = kind(self.engine, self.config, self.runtime, self.stage)
 
     def _open_sample_grids(self) -> SampleGrids | None:
@@ -299,7 +299,7 @@ class Trainer:
         keep_tokenizers(self.run.root, self.data.tokenizer, self.settings.data.image_tokenizer)
         keep_sources(self.run.root, self.data)
         if self.settings.init is not None:
-            from m6.checkpoints.ancestry import keep_initial
+            from m6.checkpoints.provenance import keep_initial
 
             keep_initial(self.run.root, self.settings.init)
         keep_captions(self.run.root, self.data, self.settings.init)

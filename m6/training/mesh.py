@@ -81,7 +81,7 @@ class ParallelDims:
         return self.pp_rank * self.tp + self.tp_rank
 
     @property
-    def reads_first(self) -> bool:
+    def is_data_leader(self) -> bool:
         """Whether this rank counts its micro-batches. In sums over these ranks, each micro-batch counts once."""
         return self.model_rank == 0
 

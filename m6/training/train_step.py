@@ -52,7 +52,7 @@ def micro_batch_numbers(config: RunConfig, dims: ParallelDims, split: BatchSplit
 
 
 @dataclass
-class BegunStep:
+class StepState:
     """A step after its forward passes on this rank.
 
     Attributes:
@@ -144,11 +144,11 @@ class TrainStep:
         """Ends all steps in flight and returns their outcomes. Here it is a no-op."""
         return []
 
-    def _begin(self, step: int, micro_batches: list[MicroBatch]) -> BegunStep:
+    def _begin(self, step: int, micro_batches: list[MicroBatch]) -> StepState:
         """Runs the passes of a step. The engine may leave some of its backward passes for later."""
         shares = self._batch_split.shares(self.config.batch_sizes.of(step))
         targets, tokens, samples, bad_rows, pictures, token_pairs = self._count(micro_batches, max(shares))
-        begun = BegunStep(
+        begun = StepState(
             step=step,
             learning_rate=self._learning_rate(step),
             micro_batches=sum(shares),
@@ -203,7 +203,7 @@ class TrainStep:
         """Returns the seed for the dropout of a micro-batch. It depends on the global number and not on the rank."""
         return (self.config.m6.training.seed * _SEED_STRIDE + number) % 2**63
 
-    def _loss(self, batch: MicroBatch, output: M6Output, begun: BegunStep) -> Tensor:
+    def _loss(self, batch: MicroBatch, output: M6Output, begun: StepState) -> Tensor:
         """Returns the contribution of this micro-batch, or of a part of its layers, to the loss of the global batch."""
         assert output.aux_loss is not None
         labelled, losses = batch.labels != IGNORED_LABEL, output.target_losses
@@ -222,7 +222,7 @@ class TrainStep:
         per_target, share = averaged_over / begun.targets, averaged_over * batch.num_tokens / max(begun.tokens, 1)
         return loss * per_target + output.aux_loss * share
 
-    def _add_router_stats(self, begun: BegunStep, stats: tuple[RoutingStats, ...]) -> None:
+    def _add_router_stats(self, begun: StepState, stats: tuple[RoutingStats, ...]) -> None:
         self.health.add(stats)
         # A router with non-finite logits has a non-finite entropy. A skipped step can thus name the router.
         begun.router_entropy += torch.stack([layer.router_entropy.detach().sum() for layer in stats])
@@ -230,7 +230,7 @@ class TrainStep:
             own = zip(stats, self.sparse.values(), strict=True)
             self.balancer.add(layer for layer, module in own if module is not None)
 
-    def _finish_routers(self, begun: BegunStep, skipped: bool) -> list[str]:
+    def _finish_routers(self, begun: StepState, skipped: bool) -> list[str]:
         """Updates the routers' biases; after a skipped step returns the routers with non-finite logits on any rank."""
         if not skipped:
             self.balancer.step()
@@ -252,18 +252,18 @@ class FlushlessTrainStep(TrainStep):
 
     def __init__(self, engine: Engine, config: RunConfig, runtime: Runtime, stage: Stage) -> None:
         super().__init__(engine, config, runtime, stage)
-        from m6.training.engine.flushless_pipeline import FlushlessPipelineEngine
+        from m6.training.engine.async_pipeline import AsyncPipelineEngine
 
-        assert isinstance(engine, FlushlessPipelineEngine)
+        assert isinstance(engine, AsyncPipelineEngine)
         self._pipeline = engine
-        self._under_way: deque[tuple[BegunStep, Callable[[], StepResult]]] = deque()
+        self._in_flight: deque[tuple[StepState, Callable[[], StepResult]]] = deque()
 
     def __call__(
         self, step: int, micro_batches: list[MicroBatch], read_requests: Callable[[], Requests]
     ) -> list[StepOutcome]:
         """See ``TrainStep``: returns the outcome of the previous step, of this step, of both, or of none."""
         begun = self._begin(step, micro_batches)
-        self._under_way.append((begun, begun.sums.reduce_later(read_requests())))
+        self._in_flight.append((begun, begun.sums.reduce_later(read_requests())))
         update = self._pipeline.advance()
         outcomes = [] if update is None else [self._end(update)]
         asked = any(outcome.result.requests != Requests() for outcome in outcomes)
@@ -271,9 +271,9 @@ class FlushlessTrainStep(TrainStep):
 
     def flush(self) -> list[StepOutcome]:
         """See ``TrainStep.flush``."""
-        return [self._end(self._pipeline.update())] if self._under_way else []
+        return [self._end(self._pipeline.update())] if self._in_flight else []
 
     def _end(self, update: Update) -> StepOutcome:
-        begun, result = self._under_way.popleft()
+        begun, result = self._in_flight.popleft()
         nonfinite_routers = self._finish_routers(begun, update.skipped)
         return begun.outcome(update, result(), nonfinite_routers)

@@ -22,7 +22,7 @@ from offload.runtime.activations import ActivationOffload
 from offload.runtime.gradients import GradientOffload
 from offload.runtime.recorder import StepRecorder
 from offload.runtime.slots import LATE_GRADIENT, WEIGHT, Slot
-from offload.runtime.updates import LateUpdate, Updates
+from offload.runtime.updates import DelayedUpdate, Updates
 from offload.runtime.weight_cache import Statistics, WeightCache
 from offload.runtime.workers import HostWorkers
 
@@ -64,9 +64,10 @@ class OffloadRuntime:
     ``begin_step``, and each chunk is updated as soon as it has its gradient. Such a step can neither clip by the norm
     nor be skipped, and each chunk may get only one gradient.
 
-    With ``next_weights`` each update is one step late. ``begin_late_update`` starts it at the begin of the next step.
-    It overlaps with that whole step, which still reads the old weights. The new weights are published at the step's
-    end. Between two steps the state is the state before the update, and the gradients are one more kind of values.
+    With ``next_weights`` each update is one step late. ``begin_delayed_update`` starts it at the begin of the next
+    step. It overlaps with that whole step, which still reads the old weights. The new weights are published at the
+    step's end. Between two steps the state is the state before the update, and the gradients are one more kind of
+    values.
 
     Without a plan, as in the first step, a chunk is dropped after each use. With a plan, a use outside of the plan is
     uploaded on demand and counted in ``statistics``.
@@ -243,22 +244,22 @@ class OffloadRuntime:
         assert not self.update_in_backward
         self._updates.update(self._end_step(), learning_rate, coefficient)
 
-    def begin_late_update(self) -> None:
+    def begin_delayed_update(self) -> None:
         """Begins the update of the last step, if it is late; call it at the begin of each step."""
         self._updates.begin_step()
 
-    def use_late_gradients(self) -> None:
+    def use_delayed_gradients(self) -> None:
         """Applies the late update, if there is one, without a further step. Call it only between two steps."""
         self._updates.begin_step()
         self._updates.publish()
 
     @property
-    def late_update(self) -> LateUpdate | None:
+    def late_update(self) -> DelayedUpdate | None:
         """The update to apply in the next step. To restore one: assign this, then ``write`` the gradients."""
         return self._updates.waiting
 
     @late_update.setter
-    def late_update(self, update: LateUpdate) -> None:
+    def late_update(self, update: DelayedUpdate) -> None:
         self._updates.wait_with(self._slots, update)
 
     def skip(self) -> None:

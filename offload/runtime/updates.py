@@ -14,7 +14,7 @@ from offload.runtime.workers import HostWorkers
 
 
 @dataclass(frozen=True)
-class LateUpdate:
+class DelayedUpdate:
     """An update to be started at the begin of the next step.
 
     Attributes:
@@ -42,19 +42,19 @@ class Updates:
     ) -> None:
         self._device, self._workers, self._optimizer, self._slots = device, workers, optimizer, slots
         self.late, self.number = late, 0
-        self.waiting: LateUpdate | None = None
+        self.waiting: DelayedUpdate | None = None
 
     def update(self, slots: Iterable[Slot], learning_rate: float, coefficient: float) -> None:
         """Updates these chunks in this order, or registers a late update; see ``OffloadRuntime.step``."""
         if self.late:
-            self.wait_with(slots, LateUpdate(learning_rate, coefficient))
+            self.wait_with(slots, DelayedUpdate(learning_rate, coefficient))
         else:
             self.number += 1
             for slot in slots:
                 slot.version += 1  # replicas of the old weights must not be used from here on
                 self._submit(slot, learning_rate, coefficient)
 
-    def wait_with(self, slots: Iterable[Slot], update: LateUpdate) -> None:
+    def wait_with(self, slots: Iterable[Slot], update: DelayedUpdate) -> None:
         """Registers a late update of these chunks in this order."""
         self.waiting = update
         for order, slot in enumerate(slots):

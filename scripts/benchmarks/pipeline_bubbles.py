@@ -23,7 +23,7 @@ from m6.config.run import RunConfig, load_config
 from m6.data.collate import MicroBatch
 from m6.model.outputs import M6Output
 from m6.planning.cost.schedules import StageSeconds, run_clock, waits_of_equal_stages
-from m6.training.engine.flushless_pipeline import FlushlessPipelineEngine
+from m6.training.engine.async_pipeline import AsyncPipelineEngine
 from m6.training.engine.pipeline_schedule import NumberedStage
 from m6.training.pass_orders import Pass
 from scripts.benchmarks.record import ROOT, Recorder
@@ -72,7 +72,7 @@ def recording() -> Iterator[list[Pass]]:
 def recording_without_flush() -> Iterator[list[Pass]]:
     """As ``recording``; micro-batches are numbered through all steps."""
     passes: list[Pass] = []
-    engine: Any = FlushlessPipelineEngine
+    engine: Any = AsyncPipelineEngine
     forward, backward = engine._pass_forward, engine._pass_backward
 
     def pass_forward(self: Any, number: int, *args: Any) -> None:
@@ -80,7 +80,7 @@ def recording_without_flush() -> Iterator[list[Pass]]:
         forward(self, number, *args)
 
     def pass_backward(self: Any) -> None:
-        oldest = self._under_way[0]
+        oldest = self._in_flight[0]
         passes.append(Pass("backward", self._number, (oldest.step - 1) * self._micro_batches + oldest.number))
         backward(self)
 
@@ -165,7 +165,7 @@ def _train(rank: int, port: int, results: Any) -> None:
     for micro_batches in STEPS_OF:
         config = _config("1f1b", micro_batches, "m6.gradient_delay={}")
         engine = build_engine(config, runtime)
-        assert isinstance(engine, FlushlessPipelineEngine)
+        assert isinstance(engine, AsyncPipelineEngine)
         with recording_without_flush() as passes:
             for _ in range(UNFLUSHED):
                 engine.begin_step(0.0)

@@ -18,7 +18,7 @@ import torch.multiprocessing
 from torch import Tensor
 from torch.nn import functional as F
 
-from m6.architecture.received import PLACEMENTS, PlacementName, received_by_feed_forward, received_by_pair, side
+from m6.architecture.communication_volume import PLACEMENTS, PlacementName, side, volume_of_feed_forward, volume_of_pair
 from m6.model.tensor import BY_NAME, Placement
 from m6.training.mesh import own_group
 from scripts.benchmarks.record import Recorder
@@ -42,7 +42,7 @@ def computed(placement: PlacementName, ranks: int, tokens: int, hidden: int, inn
     if side(placement, ranks) is None:
         return None
     sizes = (placement, ranks, tokens, hidden, inner)
-    return received_by_pair(*sizes), received_by_feed_forward(*sizes)
+    return volume_of_pair(*sizes), volume_of_feed_forward(*sizes)
 
 
 def keeping_gathered(ranks: int, tokens: int, hidden: int, inner: int) -> float:
@@ -144,7 +144,7 @@ def main() -> None:
         while (entry := results.get()) is not None:
             placement, _, sizes, found = entry
             received, error, share = {each[0] for each in found}, max(each[1] for each in found), found[0][2]
-            formula = received_by_pair(placement, world, *sizes)
+            formula = volume_of_pair(placement, world, *sizes)
             counted.append(
                 {"placement": placement, "ranks": world, "shape": sizes, "received": sorted(received), "error": error}
                 | {"formula": formula, "kept": share}

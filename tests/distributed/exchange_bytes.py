@@ -11,9 +11,9 @@ from torch import Tensor
 
 from moe import MoELayer
 from moe.collectives import Collectives
+from moe.dispatch_dtype import CODECS
 from moe.exchange_traffic import StepTraffic, exchange_traffic
-from moe.groups import by_prototype
-from moe.payload import CODECS
+from moe.groups import view_prototypes
 from tests.distributed.exchange_layers import HIDDEN, assert_equal, config, make_layer, split
 from tests.fixtures.moe_reference import every_choice
 
@@ -121,10 +121,10 @@ def check_closed_form() -> None:
         (2, 4, 2, {"ranks_per_node": 2, "exchange": "all_to_all"}),
         (2, 4, 2, {"ranks_per_node": 2}),
         (4, 2, 1, {"ranks_per_node": 2}),
-        (3, 4, 1, {"ranks_per_node": 2, "payload": "bfloat16"}),
-        (3, 4, 1, {"ranks_per_node": 2, "payload": "float8"}),
-        (3, 4, 1, {"ranks_per_node": 2, "payload": "float8_both"}),
-        (4, 2, 1, {"payload": "float8_both"}),
+        (3, 4, 1, {"ranks_per_node": 2, "dispatch_dtype": "bfloat16"}),
+        (3, 4, 1, {"ranks_per_node": 2, "dispatch_dtype": "float8"}),
+        (3, 4, 1, {"ranks_per_node": 2, "dispatch_dtype": "float8_both"}),
+        (4, 2, 1, {"dispatch_dtype": "float8_both"}),
         (1, 8, 2, {"overlap_parts": 2}),
         (1, 8, 2, {"overlap_parts": 3, "ranks_per_node": 2}),
         (4, 2, 1, {"overlap_parts": 2, "ranks_per_node": 2}),
@@ -133,13 +133,13 @@ def check_closed_form() -> None:
     ):
         whole = config(num_experts=prototypes * experts, num_prototypes=prototypes, top_k=top_k, **settings)
         chosen = torch.tensor(list(every_choice(whole)))  # [C, K]
-        scores = by_prototype(torch.zeros(len(chosen), whole.num_experts).scatter(1, chosen, 1.0), whole)
+        scores = view_prototypes(torch.zeros(len(chosen), whole.num_experts).scatter(1, chosen, 1.0), whole)
         layer = split(make_layer(whole), 4)
         layer.router.forward = lambda _, scores=scores: scores.requires_grad_()
         x = torch.randn(len(scores), HIDDEN, requires_grad=True)
         # Without nodes in the configuration the exchange counts all as within.
         ranks_per_node = whole.ranks_per_node or 4
-        there, back = (codec.row_bytes(HIDDEN, 4) for codec in CODECS[whole.payload])
+        there, back = (codec.row_bytes(HIDDEN, 4) for codec in CODECS[whole.dispatch_dtype])
         pairs = len(scores) * whole.experts_per_token
         counted = [0, 0, 0, 0]
         with counted_messages() as messages:
@@ -198,20 +198,20 @@ def check_payloads(world_size: int) -> None:
         torch.manual_seed(rank)
         x = torch.randn(32, HIDDEN)
         results, sizes = {}, {}
-        for payload in CODECS:
-            layer = make_layer(config(payload=payload, **settings))
+        for dispatch_dtype in CODECS:
+            layer = make_layer(config(dispatch_dtype=dispatch_dtype, **settings))
             layer = split(layer, world_size)
             own = x.clone().requires_grad_()
             output, within, between = forward(layer, own)
             output.square().sum().backward()
-            results[payload], sizes[payload] = (output.detach(), own.grad), within + between
+            results[dispatch_dtype], sizes[dispatch_dtype] = (output.detach(), own.grad), within + between
         expected = x.clone().requires_grad_()
         whole(expected).hidden_states.square().sum().backward()
-        # A rounding of up to 2^-8 (2^-4) of each number at every trip, random in sign, with weights near 1.
-        for payload, tolerance in (("bfloat16", 0.01), ("float8", 0.1), ("float8_both", 0.1)):
-            for found, exact in zip(results[payload], (results["same"][0], expected.grad), strict=True):
+        # A rounding of up to 2^-8 (2^-4) of each number in every exchange, random in sign, with weights near 1.
+        for dispatch_dtype, tolerance in (("bfloat16", 0.01), ("float8", 0.1), ("float8_both", 0.1)):
+            for found, exact in zip(results[dispatch_dtype], (results["same"][0], expected.grad), strict=True):
                 error = (found - exact).norm() / exact.norm()
-                assert 0 < error < tolerance, f"{settings} {payload} {error}"
+                assert 0 < error < tolerance, f"{settings} {dispatch_dtype} {error}"
         assert sizes["float8_both"] < sizes["float8"] < sizes["bfloat16"] < sizes["same"]
         output, *_ = forward(layer, x[:0].requires_grad_())  # no token on any rank
         output.sum().backward()
@@ -219,10 +219,10 @@ def check_payloads(world_size: int) -> None:
     # The rows of an all-to-all alone: D numbers of 4 or 2 bytes there and back; D bytes and a scale there, or both
     # ways.
     base = {}
-    for payload in CODECS:
-        layer = split(make_layer(config(exchange="all_to_all", payload=payload)), world_size)
+    for dispatch_dtype in CODECS:
+        layer = split(make_layer(config(exchange="all_to_all", dispatch_dtype=dispatch_dtype)), world_size)
         _, within, _ = forward(layer, x)
-        base[payload] = within - (world_size - 1) * (8 // world_size) * 8
+        base[dispatch_dtype] = within - (world_size - 1) * (8 // world_size) * 8
     assert base["bfloat16"] * 2 == base["same"]
     assert base["float8"] * 2 * HIDDEN == base["bfloat16"] * (HIDDEN // 2 + 2 + HIDDEN)
     assert base["float8_both"] * 2 * HIDDEN == base["bfloat16"] * (HIDDEN + 4)
@@ -230,7 +230,7 @@ def check_payloads(world_size: int) -> None:
     # In autocast the experts compute in bfloat16 anyway: rounding on the way there changes nothing.
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         same, rounded = (
-            split(make_layer(config(payload=payload, exchange="all_to_all")), world_size)(x).hidden_states
-            for payload in ("same", "bfloat16")
+            split(make_layer(config(dispatch_dtype=dispatch_dtype, exchange="all_to_all")), world_size)(x).hidden_states
+            for dispatch_dtype in ("same", "bfloat16")
         )
     assert torch.equal(same, rounded)

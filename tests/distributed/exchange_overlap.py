@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe import MoELayer
-from moe.payload import CODECS
+from moe.dispatch_dtype import CODECS
 from tests.distributed.exchange_layers import HIDDEN, assert_equal, config, make_layer, split
 
 # Forward and backward: what starts and ends are exchanges of rows, numbered in the order of their starts.
@@ -111,28 +111,30 @@ def mirrored(events: list[str]) -> list[str]:
 
 def check_parts(world_size: int) -> None:
     """Exchanged in parts or not: the same outputs and gradients, with padding, capacities, rounding, recomputation."""
-    by_prototype = {"exchange": "prototype"}
-    kinds: list[dict[str, object]] = [by_prototype, {"exchange": "all_to_all"}, {"num_prototypes": 1, "top_k": 2}]
+    view_prototypes = {"exchange": "prototype"}
+    kinds: list[dict[str, object]] = [view_prototypes, {"exchange": "all_to_all"}, {"num_prototypes": 1, "top_k": 2}]
     if world_size == 4:
         kinds += [{"num_prototypes": 1, "top_k": 2, "ranks_per_node": 2}]
-        kinds += [by_prototype | {"num_prototypes": 2}, by_prototype | {"ranks_per_node": 2}]
+        kinds += [view_prototypes | {"num_prototypes": 2}, view_prototypes | {"ranks_per_node": 2}]
     settings = {"capacity_factor": 0.8, "min_capacity": 1, "num_shared_experts": 1, "aux_loss_weight": 0.1}
-    for kind, payload in product(kinds, CODECS):
-        layer = split(make_layer(config(**(settings | kind), payload=payload)), world_size)
+    for kind, dispatch_dtype in product(kinds, CODECS):
+        layer = split(make_layer(config(**(settings | kind), dispatch_dtype=dispatch_dtype)), world_size)
         for parts, rows in ((2, [3, 1, 0, 5]), (3, [0, 2, 1, 1])):
             layer.dispatcher.num_parts = 1
             once = run(layer, rows[dist.get_rank()])
             layer.dispatcher.num_parts = parts
             divided = run(layer, rows[dist.get_rank()], recompute=parts == 3)
             for name, expected in once.items():
-                found, where = divided[name], f"{kind} {payload}, {parts} parts, {name}"
-                if payload == "same":
+                found, where = divided[name], f"{kind} {dispatch_dtype}, {parts} parts, {name}"
+                if dispatch_dtype == "same":
                     assert_equal(found, expected, where)
                 elif expected.numel():
                     # A sum in another order may be rounded to the next number: 2^-8 of it, or 2^-4 in float8.
                     error, scale = (found - expected).abs(), expected.abs().max().item()
                     assert error.median() <= 1e-6 * scale, f"{where}: {error.median()}"
-                    assert error.max() <= scale / (128 if payload == "bfloat16" else 16), f"{where}: {error.max()}"
+                    assert error.max() <= scale / (128 if dispatch_dtype == "bfloat16" else 16), (
+                        f"{where}: {error.max()}"
+                    )
 
 
 def run(layer: MoELayer, rows: int, recompute: bool = False) -> dict[str, Tensor]:

@@ -54,7 +54,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
         {"m6__parallel__pipeline": pipeline(2, "1f1b", [3, 2])},
         (1, 0),
     ),
-    "turns": ({}, {"m6__training__ep_size": 2, "m6__training__micro_batches_at_once": 2}, (0, 1)),
+    "turns": ({}, {"m6__training__ep_size": 2, "m6__training__overlap_micro_batches": 2}, (0, 1)),
     "tensor": (
         {"m6__moe": None, "m6__model__num_attention_heads": 8},
         {"m6__parallel__tensor": {"num_ranks": 2}},

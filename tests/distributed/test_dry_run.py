@@ -49,7 +49,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "optimizer": {"type": "Lamb", "params": {"lr": 0.01}},
     },
     "stage 1 in fp32": {"bf16": {}, "zero_optimization": {"stage": 1}},
-    "fp16, rows in float8 both ways": {"bf16": {}, "fp16": ENABLED, "payload": "float8_both"},
+    "fp16, rows in float8 both ways": {"bf16": {}, "fp16": ENABLED, "dispatch_dtype": "float8_both"},
     "stage 2, late gradients": {"late": True},
     "two nodes of eight, to which tokens go first, in two parts": {"nodes_of": 8},
     "larger gates first": {"first": "probability"},
@@ -60,7 +60,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 def small(
     nodes_of: int | None = None,
-    payload: str = "same",
+    dispatch_dtype: str = "same",
     first: str = "position",
     late: bool = False,
     turns: bool = False,
@@ -70,12 +70,12 @@ def small(
     document = load_config(CONFIGS / "papers" / "m6t_10b.json").document
     document["m6"]["model"] |= {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
     document["m6"]["training"]["activation_checkpointing"] = recomputed
-    document["m6"]["moe"] |= {"payload": payload, "drop_order": first}
+    document["m6"]["moe"] |= {"dispatch_dtype": dispatch_dtype, "drop_order": first}
     document["m6"]["gradient_delay"] = {"accept_loss": True} if late else None
     if nodes_of is not None:
         document["m6"]["moe"] |= {"ranks_per_node": nodes_of, "overlap_parts": 2}
     if turns:
-        document["m6"]["training"]["micro_batches_at_once"] = 2
+        document["m6"]["training"]["overlap_micro_batches"] = 2
         document["train_batch_size"] = 2 * 16 * document["train_micro_batch_size_per_gpu"]
     return {**document, **changes}
 
@@ -153,10 +153,10 @@ def plans_follow_the_budgets(_: None) -> None:
     assert formula.store + formula.owned_experts == tight.host_bytes + tight.owned_bytes
     assert formula.owned_experts == pytest.approx(tight.owned_bytes, abs=2 * tight.expert_bytes / tight.chunks)
     # Micro-batches that take turns send one gradient of 16 bits, and their sums are in the memory of the activations.
-    in_turns = offloaded()
-    in_turns["m6"]["training"]["micro_batches_at_once"] = 2
-    in_turns["train_batch_size"] *= 2
-    [_, together] = dry_plan.dry_plans(parse_config(in_turns), 16, 5, nodes)
+    interleaved_s = offloaded()
+    interleaved_s["m6"]["training"]["overlap_micro_batches"] = 2
+    interleaved_s["train_batch_size"] *= 2
+    [_, together] = dry_plan.dry_plans(parse_config(interleaved_s), 16, 5, nodes)
     assert together.expert_bytes == real.expert_bytes
     assert together.setup.trace.gradients_per_chunk() == real.setup.trace.gradients_per_chunk()
     assert len(together.setup.trace.moments) == 2 * len(real.setup.trace.moments)
@@ -254,12 +254,12 @@ def the_recipe_sends_less_than_a_fifth(_: None) -> None:
     """10T as shipped, and with capacity k, against the flat exchange of all 80 copies of a token in 16 bits."""
     shipped = replace(load_config(CONFIGS / "papers" / "m6_10t.json").model.moe_config(), ranks_per_node=8)
     every_copy = replace(shipped, capacity_factor=None, capacity_rounding="up")
-    flat = bytes_to_other_nodes(replace(every_copy, ranks_per_node=None, payload="same"))
+    flat = bytes_to_other_nodes(replace(every_copy, ranks_per_node=None, dispatch_dtype="same"))
     assert flat == pytest.approx(78.75 * 2 * WIDTH, rel=2e-3)
     assert bytes_to_other_nodes(shipped) < flat / 30
     few_nodes = replace(every_copy, num_groups=64, groups_per_token=15)
     assert bytes_to_other_nodes(few_nodes) < flat / 10
-    assert bytes_to_other_nodes(replace(few_nodes, payload="same")) < flat / 5
+    assert bytes_to_other_nodes(replace(few_nodes, dispatch_dtype="same")) < flat / 5
 
 
 @pytest.mark.slow

@@ -184,7 +184,7 @@ def check_equal_tokens_wait_for_nothing() -> None:
     """
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     torch.set_default_dtype(torch.bfloat16)
-    for changes in ({}, {"ranks_per_node": 2}, {"payload": "float8"}, {"overlap_parts": 2}):
+    for changes in ({}, {"ranks_per_node": 2}, {"dispatch_dtype": "float8"}, {"overlap_parts": 2}):
         settings = config(num_experts=32, num_prototypes=8, **changes)
         steps = exchange_steps(settings, 8)
         groups = _make_groups(steps, 8)

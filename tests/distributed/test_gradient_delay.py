@@ -21,8 +21,8 @@ from m6.runs.data import open_data
 from m6.runs.processes import start
 from m6.training.engine import clipping
 from m6.training.engine.build import build_engine, build_model
+from m6.training.engine.delayed_gradients import DelayedGradients
 from m6.training.engine.engine import Engine
-from m6.training.engine.late_gradients import LateGradients
 from m6.training.engine.optimizer import build_optimizer
 from offload.runtime.updates import Updates
 from tests.distributed.spawn import run_distributed
@@ -134,7 +134,7 @@ def train_engine(engine: Engine, config: RunConfig, rank: int, world_size: int, 
         micro_batches = [replace(batch, pixel_values=batch.pixel_values.to(dtype)) for batch, _ in of_rank]
         engine.accumulate(micro_batches, partial(loss_of, step=step, scale=scale), [seed for _, seed in of_rank])
         assert engine.update().skipped == (step == BAD_STEP)
-    engine.use_late_gradients()
+    engine.use_delayed_gradients()
 
 
 def largest_error(engine: Engine, expected: dict[str, Tensor]) -> float:
@@ -174,11 +174,11 @@ def follow_the_recurrence(
 
 def versions_mixed_up(document: dict[str, Any]) -> None:
     """A step uses its own gradient; then the store publishes new weights before the step that must not see them."""
-    exchanging, end_step = LateGradients.exchanging, LateGradients.end_step
-    LateGradients.exchanging = nullcontext  # type: ignore[assignment,method-assign]
-    LateGradients.end_step = lambda *_: None  # type: ignore[method-assign]
+    exchanging, end_step = DelayedGradients.exchanging, DelayedGradients.end_step
+    DelayedGradients.exchanging = nullcontext  # type: ignore[assignment,method-assign]
+    DelayedGradients.end_step = lambda *_: None  # type: ignore[method-assign]
     assert error_of(document, torch.float32, 1) > 1e-4
-    LateGradients.exchanging, LateGradients.end_step = exchanging, end_step  # type: ignore[method-assign]
+    DelayedGradients.exchanging, DelayedGradients.end_step = exchanging, end_step  # type: ignore[method-assign]
     begin = Updates.begin_step
 
     def early(self: Updates) -> None:

@@ -37,7 +37,7 @@ RUNS: dict[str, tuple[Changes, int, int, Changes]] = {
         {"train_batch_size": 24},
         4,
         0,
-        {"m6__training__ep_size": 2, "m6__training__micro_batches_at_once": 2, "m6__parallel__shares": [4, 4, 2, 2]},
+        {"m6__training__ep_size": 2, "m6__training__overlap_micro_batches": 2, "m6__parallel__shares": [4, 4, 2, 2]},
     ),
     "pipelines": ({}, 4, 1, {"m6__parallel__pipeline": pipeline(2, "1f1b"), "m6__parallel__shares": [2, 6]}),
     "tensor groups": (

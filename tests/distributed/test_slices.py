@@ -9,7 +9,7 @@ import torch
 
 from m6.config.run import parse_config
 from m6.data.collate import MicroBatch
-from m6.model.slices import SliceKeys, legal_cuts
+from m6.model.slices import SliceKeys, valid_cuts
 from m6.model.stages import ModelStage
 from m6.runs.data import open_data
 from m6.training.engine import slices as costs
@@ -126,7 +126,7 @@ def compare(exact: dict[str, Any], texts: dict[str, Any], noisy: dict[str, Any])
 
     # A cut that the mask forbids, inside of a source: the test would see it.
     batches = [open_data(parse_config(texts)).micro_batch(index) for index in range(4)]
-    assert not any(3 in legal_cuts(batch.token_type_ids, batch.sample_ids) for batch in batches)
+    assert not any(3 in valid_cuts(batch.token_type_ids, batch.sample_ids) for batch in batches)
     expected = whole_gradients(whole, batches, part_of_loss)
     honest, SliceChoice.cuts = SliceChoice.cuts, lambda self, batch: [3]
     error = largest_error(gradients(texts, 2)[0], expected)

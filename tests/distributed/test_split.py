@@ -68,7 +68,7 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     "two ranks": (2, {**micro_batch(4), **zero(0)}),
     "any world": (2, {**micro_batch(2), **zero(1), "m6__training__deterministic": "any_world"}),
     "experts on two ranks": (2, {**micro_batch(1), **zero(2, 2)}),
-    "turns": (2, {**micro_batch(2), **zero(1, 2), "m6__training__micro_batches_at_once": 2}),
+    "turns": (2, {**micro_batch(2), **zero(1, 2), "m6__training__overlap_micro_batches": 2}),
     "pipeline": (2, {**micro_batch(2), **zero(1), **stages("1f1b")}),
     "two stages each": (2, {**micro_batch(4), **zero(0), **stages("zbv")}),
     "slices": (2, {**micro_batch(4), **zero(1), **stages("1f1b", slices=3)}),

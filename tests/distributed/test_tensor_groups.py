@@ -21,7 +21,7 @@ EXPERTS: dict[str, Any] = {"num_experts": 4, "num_prototypes": 2}
 GROUPS = {"m6__parallel__tensor": tensor(2)}
 STAGES = {"m6__parallel__pipeline": pipeline(2, "1f1b")}
 SPLIT = {"m6__training__ep_size": 2}
-TURNS = {"m6__training__micro_batches_at_once": 2}
+TURNS = {"m6__training__overlap_micro_batches": 2}
 SHARED = {"m6__pseudo_to_real": {"num_groups": 2, "switch": "step", "switch_step": 2}}
 LAYERS = {"m6__model__num_layers": 4}
 

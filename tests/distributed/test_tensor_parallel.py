@@ -126,9 +126,9 @@ def test_precisions(trained: Path, name: str):
 
 def compare_gradients(base: dict[str, Any], placements: list[dict[str, Any]]) -> None:
     """On each rank: its parts of gradients against those of the whole model, and what it received for them."""
-    from m6.architecture.received import received_by_attention, received_by_feed_forward
+    from m6.architecture.communication_volume import volume_of_attention, volume_of_feed_forward
     from m6.config.run import parse_config
-    from m6.model.tensor import DividedFFN, DividedLinear
+    from m6.model.tensor import DividedFFN, ShardedLinear
     from m6.runs.data import open_data
     from m6.runs.processes import start
     from m6.training.engine.build import build_engine, build_model
@@ -147,7 +147,7 @@ def compare_gradients(base: dict[str, Any], placements: list[dict[str, Any]]) ->
         engine, ranks = build_engine(config, runtime), placement["num_ranks"]
         assert engine.averaged_over == runtime.world_size // ranks
         engine.begin_step(0.0)
-        grids = {module._grid for module in engine.module.modules() if isinstance(module, (DividedFFN, DividedLinear))}
+        grids = {module._grid for module in engine.module.modules() if isinstance(module, (DividedFFN, ShardedLinear))}
         for grid in grids:
             grid.received = 0
         # The engine averages over replicas, which here compute the same micro-batches.
@@ -165,8 +165,8 @@ def compare_gradients(base: dict[str, Any], placements: list[dict[str, Any]]) ->
         vectors = layers * (3 * hidden + inner if placement["placement"] == "1d" else 3 * hidden)
         assert parts == (matrices + vectors) // ranks
         formula = sum(
-            received_by_attention(ranks, tokens, hidden)
-            + received_by_feed_forward(placement["placement"], ranks, tokens, hidden, inner)
+            volume_of_attention(ranks, tokens, hidden)
+            + volume_of_feed_forward(placement["placement"], ranks, tokens, hidden, inner)
             for tokens in (batch.input_ids.numel() for batch in batches)
         )
         assert sum(grid.received for grid in grids) == layers * formula, placement

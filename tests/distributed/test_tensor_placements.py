@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from m6.architecture.received import received_by_pair
+from m6.architecture.communication_volume import volume_of_pair
 from m6.model.tensor import BY_NAME
 from m6.training.mesh import own_group
 from tests.distributed.spawn import run_distributed
@@ -74,7 +74,7 @@ def compare_with_dense(names: list[str], tensor_ranks: int) -> None:
                 division = divisions[key.removeprefix("grad of ")]
                 wanted = division.part(expected[key], grid)
                 assert float((value - wanted).abs().max()) < tolerance * float(expected[key].abs().max()), (name, key)
-            assert grid.received == received_by_pair(name, tensor_ranks, TOKENS, HIDDEN, INNER), name
+            assert grid.received == volume_of_pair(name, tensor_ranks, TOKENS, HIDDEN, INNER), name
             assert all(part[key].numel() * tensor_ranks == expected[key].numel() for key in "ab")
             # X, A, B, the inner activations before GELU and after it; in 1-D every rank has all of X.
             held = sum(kept.values())

@@ -103,8 +103,8 @@ def test_losses_do_not_depend_on_the_layout(folder: Path, reference: Path, ranks
 def test_rows_in_float8_both_ways_train_alike(folder: Path, reference: Path):
     """Four steps: each row is off by up to 2^-4 of its numbers, the losses near 6 by far less."""
     root = folder / "float8_both"
-    payload = {"m6__moe__payload": "float8_both", "m6__moe__exchange": "all_to_all"}
-    run_distributed(train, 2, layout(folder, 2, 1, 2, **payload), str(root))
+    dispatch_dtype = {"m6__moe__dispatch_dtype": "float8_both", "m6__moe__exchange": "all_to_all"}
+    run_distributed(train, 2, layout(folder, 2, 1, 2, **dispatch_dtype), str(root))
     assert losses(root) == pytest.approx(losses(reference), rel=5e-3)
     assert losses(root) != pytest.approx(losses(reference), rel=TOLERANCE)  # it did round
 

@@ -13,7 +13,7 @@ LEVELS = {
     "m6": (
         {"decoding", "errors"},
         {"colours", "files", "fonts", "formatting", "shipped"},
-        {"validation"},
+        {"renamed", "validation"},
         {"architecture", "lock"},
         {"tokenizers"},
         {"model"},

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from m6.architecture.received import side
+from m6.architecture.communication_volume import side
 from m6.config.communication import CommunicationSettings
 from m6.config.run import RunConfig
 from m6.planning.cost.compute_time import ComputeTime, core_share, device_bandwidth, sizes_of
@@ -32,7 +32,7 @@ from m6.training.reduction.messages import is_compressed, messages
 from m6.training.sizes import FP32
 from moe import MoEConfig
 from moe.exchange_traffic import StepTraffic, exchange_traffic
-from moe.overlap_clock import span, span_of_turns
+from moe.overlap_simulator import span, span_of_turns
 
 Collective = Callable[[Literal["all_reduce", "all_gather"], float, RankGroup], float]
 """(kind, bytes, group) -> seconds. Bytes are the input of a rank, or the output of an all-gather. A reduce-scatter
@@ -230,11 +230,11 @@ class RoutingTimes:
         forward, backward = (self._pass(routed, experts, shared, backward) for backward in (False, True))
         return forward * (passes - 2) + backward
 
-    def in_turns(
+    def interleaved_s(
         self,
         routed: RoutedRows,
         experts: float,
-        beside: float,
+        concurrent: float,
         num_layers: int,
         at_once: int,
         deferred: float = 0.0,
@@ -243,20 +243,21 @@ class RoutingTimes:
 
         Args:
             experts: as above.
-            beside: seconds of all other computation of a layer in a forward pass. A backward pass takes twice as long.
-            deferred: seconds of the deferrable gradients of weights. They are a part of ``beside`` in the backward
+            concurrent: seconds of all other computation of a layer in a forward pass. A backward pass takes twice as
+                long.
+            deferred: seconds of the deferrable gradients of weights. They are a part of ``concurrent`` in the backward
                 pass.
         """
-        forward = self._turns(routed, experts, beside, num_layers, at_once, False)
-        return forward + self._turns(routed, experts, beside, num_layers, at_once, True, deferred)
+        forward = self._turns(routed, experts, concurrent, num_layers, at_once, False)
+        return forward + self._turns(routed, experts, concurrent, num_layers, at_once, True, deferred)
 
-    def in_turns_of_layers(
-        self, routed: RoutedRows, experts: float, beside: float, num_layers: int, at_once: int
+    def interleaved_layers_s(
+        self, routed: RoutedRows, experts: float, concurrent: float, num_layers: int, at_once: int
     ) -> RoutingTime:
         """The same with activation checkpointing: micro-batches overlap within each layer only, and forward passes run
         twice."""
         forward, backward = (
-            self._turns(routed, experts, beside, 1, at_once, is_backward) for is_backward in (False, True)
+            self._turns(routed, experts, concurrent, 1, at_once, is_backward) for is_backward in (False, True)
         )
         return (forward * 2 + backward) * num_layers
 
@@ -264,7 +265,7 @@ class RoutingTimes:
         self,
         routed: RoutedRows,
         experts: float,
-        beside: float,
+        concurrent: float,
         num_layers: int,
         at_once: int,
         backward: bool,
@@ -274,7 +275,7 @@ class RoutingTimes:
         numbers = num_layers * hops.numbers
         if self.nodes.links.host is None:
             return RoutingTime(numbers + num_layers * (sum(hops.there) + sum(hops.back)))
-        seconds = (hops.there, times * experts, hops.back, at_once, num_layers, times * beside)
+        seconds = (hops.there, times * experts, hops.back, at_once, num_layers, times * concurrent)
         found = span_of_turns(*seconds, backward, hops.links, deferred)
         return RoutingTime(numbers + found.exposed / at_once, found.hidden / at_once)
 
@@ -367,11 +368,11 @@ class ExchangeTime:
 
     def routing(self, layout: ParallelLayout) -> RoutingTime:
         """Seconds of dispatch and combine of a micro-batch in all layers."""
-        key = (*sizes_of(layout), layout.ranks_per_node, layout.micro_batches_at_once)
+        key = (*sizes_of(layout), layout.ranks_per_node, layout.overlap_micro_batches)
         if key not in self._found:
             alone = (self._routing_of(work, layout) * count for work, count in self._compute.work(layout))
-            in_turns = layout.micro_batches_at_once > 1
-            self._found[key] = self._in_turns(layout) if in_turns else sum(alone, RoutingTime())
+            interleaved_s = layout.overlap_micro_batches > 1
+            self._found[key] = self._in_turns(layout) if interleaved_s else sum(alone, RoutingTime())
         return self._found[key]
 
     def _in_turns(self, layout: ParallelLayout) -> RoutingTime:
@@ -380,16 +381,18 @@ class ExchangeTime:
         sparse, count = next((work, count) for work, count in blocks if work.routed is not None)
         assert sparse.routed is not None
         passes, experts = self._compute.passes(sparse, layout), self._compute.block(sparse, layout).experts
-        router, at_once = self._router(layout), layout.micro_batches_at_once
+        router, at_once = self._router(layout), layout.overlap_micro_batches
         if layout.checkpointing:
-            beside = self._compute.block(sparse, layout).compute - experts
-            return router.in_turns_of_layers(sparse.routed, experts / passes, beside / passes, count, at_once)
+            concurrent = self._compute.block(sparse, layout).compute - experts
+            return router.interleaved_layers_s(sparse.routed, experts / passes, concurrent / passes, count, at_once)
         # The computation of dense blocks between sparse ones overlaps with exchanges, too.
-        beside = sum(self._compute.block(work, layout).compute * number for work, number in blocks) / count - experts
+        concurrent = (
+            sum(self._compute.block(work, layout).compute * number for work, number in blocks) / count - experts
+        )
         products = ((product, number) for work, number in blocks for product in work.deferred)
         deferred = sum(self._compute.matmul_s(product) * number for product, number in products) / count
         deferred *= self._profile.factor("matmul")
-        return router.in_turns(sparse.routed, experts / passes, beside / passes, count, at_once, deferred)
+        return router.interleaved_s(sparse.routed, experts / passes, concurrent / passes, count, at_once, deferred)
 
     def _routing_of(self, work: BlockWork, layout: ParallelLayout) -> RoutingTime:
         """The same of one block, without turns."""
@@ -414,7 +417,7 @@ class ExchangeTime:
             return replace(layout, ranks_per_node=self._moe.ranks_per_node)
         if layout.ep_size <= per_node or layout.ep_size % per_node or self._moe.num_experts % layout.ep_size:
             return layout  # a forced ep_size need not divide the experts
-        key = (*sizes_of(layout), layout.micro_batches_at_once)
+        key = (*sizes_of(layout), layout.overlap_micro_batches)
         if key not in self._ways:
             ways = [replace(layout, ranks_per_node=ranks) for ranks in (0, per_node)]
             self._ways[key] = min(ways, key=self).ranks_per_node

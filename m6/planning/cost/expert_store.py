@@ -11,7 +11,7 @@ import torch
 from m6.architecture.settings import ModelSettings
 from m6.config.offload import OffloadSettings
 from m6.config.run import RunConfig
-from m6.planning.cost.folding import Block, FoldedModel
+from m6.planning.cost.folding import Block, UniqueLayers
 from m6.training.optimizers import DTYPES, expert_optimizer, gradient_dtype_of, next_weights_of
 from m6.training.sizes import FP32, Precision
 from offload import (
@@ -139,7 +139,7 @@ class ExpertStore:
         rounded = width + each if each > width else 0  # once to a wider type, and once back
         return (at_once - 1) * (width + 2 * each) + 2 * rounded
 
-    def chunks(self, model: FoldedModel, ep_size: int) -> RankChunks:
+    def chunks(self, model: UniqueLayers, ep_size: int) -> RankChunks:
         """The chunks of one rank."""
         found: list[ChunkBytes] = []
         for block, _, stored in model.blocks:
@@ -178,19 +178,19 @@ class RankChunks:
         return self.total - owned + self.staging
 
 
-def layer_numel(model: FoldedModel, ep_size: int) -> int:
+def layer_numel(model: UniqueLayers, ep_size: int) -> int:
     """Elements of the experts of one layer on one rank, the largest over the layers."""
     stacks = [_stack(block, ep_size) for block, _, _ in model.blocks if block.experts]
     return max((stack.num_experts * stack.expert_size for stack in stacks), default=0)
 
 
-def stored_numel(model: FoldedModel, ep_size: int) -> int:
+def stored_numel(model: UniqueLayers, ep_size: int) -> int:
     """Elements of all experts on one rank."""
     stacks = [(_stack(block, ep_size), stored) for block, _, stored in model.blocks if block.experts]
     return sum(stack.num_experts * stack.expert_size * stored for stack, stored in stacks)
 
 
-def uses_of_experts(model: FoldedModel) -> float:
+def uses_of_experts(model: UniqueLayers) -> float:
     """How many layers compute with the same experts: 1, and more in the Pseudo phase."""
     counts = [(computed, stored) for block, computed, stored in model.blocks if block.experts]
     return sum(computed for computed, _ in counts) / max(1, sum(stored for _, stored in counts))

@@ -54,7 +54,7 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
-class FoldedModel:
+class UniqueLayers:
     """Distinct blocks, how often each is computed, and how often its weights are stored.
 
     Attributes:
@@ -84,7 +84,7 @@ class FoldedModel:
         """Whether each layer has experts."""
         return [self.config.is_moe_layer(layer) for layer in range(self.config.num_layers)]
 
-    def part(self, layers: Collection[int]) -> FoldedModel:
+    def part(self, layers: Collection[int]) -> UniqueLayers:
         """The part of the model on a rank with these layers.
 
         The embeddings belong to the first layer, the last norm to the last one. Of a group of layers with shared
@@ -99,12 +99,12 @@ class FoldedModel:
             for block, computed, _ in self.blocks
             if held[block.type]
         )
-        return FoldedModel(self.config, tuple(blocks), self.sharing)
+        return UniqueLayers(self.config, tuple(blocks), self.sharing)
 
-    def without_sharing(self) -> FoldedModel:
+    def without_sharing(self) -> UniqueLayers:
         """The same model without shared weights."""
         blocks = ((block, computed, max(computed, stored)) for block, computed, stored in self.blocks)
-        return FoldedModel(self.config, tuple(blocks))
+        return UniqueLayers(self.config, tuple(blocks))
 
     def _counts(self, layers: Collection[int]) -> dict[BlockType, int]:
         """Number of blocks of each type in these layers."""
@@ -117,7 +117,7 @@ class FoldedModel:
         }
 
 
-def fold(config: ModelSettings, sharing: Sharing | None = None) -> FoldedModel:
+def fold(config: ModelSettings, sharing: Sharing | None = None) -> UniqueLayers:
     """Builds each distinct block once, on the meta device.
 
     Args:
@@ -134,7 +134,7 @@ def fold(config: ModelSettings, sharing: Sharing | None = None) -> FoldedModel:
             if layers:
                 blocks += _layers(layer_type, M6Block(config, layers[0]), layers, config, sharing)
         blocks.append((_block("norm", nn.LayerNorm(config.hidden_size), config), 1, 1))
-    return FoldedModel(config, tuple(blocks), sharing)
+    return UniqueLayers(config, tuple(blocks), sharing)
 
 
 def _layers(
@@ -168,13 +168,13 @@ def _block(
     )
 
 
-def shared_gradients(model: FoldedModel, layout: ParallelLayout) -> list[GradientTensor]:
+def shared_gradients(model: UniqueLayers, layout: ParallelLayout) -> list[GradientTensor]:
     """The gradients common to all ranks. Experts are among them only if they are neither split nor streamed."""
     return gradient_tensors(model, with_experts=layout.ep_size == 1 and not layout.stream_experts)
 
 
 @functools.cache  # a search asks for those of every layout
-def gradient_tensors(model: FoldedModel, with_experts: bool) -> list[GradientTensor]:
+def gradient_tensors(model: UniqueLayers, with_experts: bool) -> list[GradientTensor]:
     """The gradients of a model, in the order of its blocks."""
     config = model.config
     found = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from m6.architecture.received import PlacementName
+from m6.architecture.communication_volume import PlacementName
 from m6.config.checks import check_world_size
 from m6.config.pipeline import ONE_STAGE, PipelineSettings, Schedule
 from m6.config.run import RunConfig
@@ -36,7 +36,7 @@ class ParallelLayout:
             device in chunks.
         ranks_per_node: ranks of a node. The exchange sends a token once to a node for all its experts there. 0: a flat
             exchange, without regard to nodes.
-        micro_batches_at_once: micro-batches in turns: one computes while tokens of another are exchanged.
+        overlap_micro_batches: micro-batches in turns: one computes while tokens of another are exchanged.
         schedule: of a pipeline.
         cut: layers of each stage of a pipeline; empty: equal ones, as far as possible.
         placement: how the matrices are divided over ``tp_size`` ranks.
@@ -54,7 +54,7 @@ class ParallelLayout:
     offload_params: bool = False
     stream_experts: bool = False
     ranks_per_node: int = 0
-    micro_batches_at_once: int = 1
+    overlap_micro_batches: int = 1
     schedule: Schedule = "1f1b"
     cut: tuple[int, ...] = ()
     placement: LayoutPlacement = "1d"
@@ -109,7 +109,7 @@ class ParallelLayout:
             ranks=self.dp_size,
             ep_size=self.ep_size,
             tensor_size=self.tp_size // self.outer_parts,
-            at_once=self.micro_batches_at_once,
+            at_once=self.overlap_micro_batches,
             stated=self.shares or None,
             pipeline=self.pipeline,
             equal_for=equal_for,
@@ -121,7 +121,7 @@ class ParallelLayout:
 
     def backward_passes(self, global_batch: int) -> int:
         """Backward passes of a step of the same rank. Micro-batches in turns share one."""
-        return self.accumulation(global_batch) // self.micro_batches_at_once
+        return self.accumulation(global_batch) // self.overlap_micro_batches
 
     def __str__(self) -> str:
         parts = [f"world {self.world_size}", f"ep {self.ep_size}", f"zero {self.zero_stage}"]
@@ -132,8 +132,8 @@ class ParallelLayout:
             parts += [f"stages of {'+'.join(map(str, self.cut))} layers"] if self.cut else []
         parts += [f"shares {list(self.shares)}"] if self.shares else []
         parts.append(f"micro-batch {self.micro_batch_size}")
-        if self.micro_batches_at_once > 1:
-            parts.append(f"{self.micro_batches_at_once} at once")
+        if self.overlap_micro_batches > 1:
+            parts.append(f"{self.overlap_micro_batches} at once")
         names = ("checkpointing", "offload_optimizer", "offload_params", "stream_experts")
         parts += [name.replace("_", " ") for name in names if getattr(self, name)]
         if self.ranks_per_node:
@@ -141,8 +141,8 @@ class ParallelLayout:
         return ", ".join(parts)
 
 
-def is_flushless(config: RunConfig, layout: ParallelLayout) -> bool:
-    """Whether the layout's pipeline goes on from step to step without a flush: ``is_flushless`` of its JSON."""
+def is_asynchronous(config: RunConfig, layout: ParallelLayout) -> bool:
+    """Whether the layout's pipeline goes on from step to step without a flush: ``is_asynchronous`` of its JSON."""
     return config.m6.gradient_delay is not None and layout.pp_size > 1 and layout.schedule == ONE_STAGE
 
 
@@ -192,7 +192,7 @@ def choices_of(config: RunConfig) -> dict[str, Any]:
         "offload_params": _offloads(zero.get("offload_param")),
         "stream_experts": config.expert_store is not None,
         "ranks_per_node": 0 if moe is None else moe.ranks_per_node or 0,
-        "micro_batches_at_once": config.m6.training.micro_batches_at_once,
+        "overlap_micro_batches": config.m6.training.overlap_micro_batches,
         "schedule": "1f1b" if pipeline is None else pipeline.schedule,
         "cut": cut,
         "placement": "1d" if config.tensor is None else config.tensor.placement,

@@ -24,8 +24,8 @@ from m6.planning.cost.activations import (
     with_training,
 )
 from m6.planning.cost.expert_store import ExpertStore, RankChunks, layer_numel, stored_numel, uses_of_experts
-from m6.planning.cost.folding import Block, FoldedModel, fold, shared_gradients
-from m6.planning.cost.layout import ParallelLayout, is_flushless
+from m6.planning.cost.folding import Block, UniqueLayers, fold, shared_gradients
+from m6.planning.cost.layout import ParallelLayout, is_asynchronous
 from m6.planning.cost.parameter_counts import ParameterCounts, count_parameters
 from m6.planning.machine.profile import Profile
 from m6.training.optimizers import ADAMW_MOMENTS
@@ -135,7 +135,7 @@ class MemoryModel:
         # See build_engine: there the bits would depend on the borders of partitions.
         self._is_unfused = on_cpu and config.m6.training.deterministic is not None
         self.row = batch or full_row(config)
-        self.model: FoldedModel = fold(config.model, sharing)
+        self.model: UniqueLayers = fold(config.model, sharing)
         self.precision = Precision.of(config)
         self._moe = None if config.m6.moe is None else config.model.moe_config()
         self._activations: dict[tuple[int, bool, int, int], tuple[int, int, int]] = {}
@@ -144,7 +144,7 @@ class MemoryModel:
         self._chunks: dict[tuple[int, int, bool, tuple[tuple[Block, int, int], ...]], RankChunks] = {}
         self._expert_stores: dict[tuple[int, int], ExpertStore] = {}
         self._owned_shares: dict[ParallelLayout, list[float]] = {}
-        self._parts_of: dict[tuple[int, str, tuple[int, ...]], list[FoldedModel]] = {}
+        self._parts_of: dict[tuple[int, str, tuple[int, ...]], list[UniqueLayers]] = {}
 
     def __call__(self, layout: ParallelLayout) -> MemoryFootprint:
         """The footprint of the fullest rank."""
@@ -164,14 +164,14 @@ class MemoryModel:
         part, pipeline = self._part(layout, stages), layout.pipeline
         counts = self._counts_of(layout, part)
         states, under_way = self._with_own_sums(self._states(layout, counts), layout, counts.divided(layout), part), 0
-        if pipeline is not None and is_flushless(self.config, layout):
+        if pipeline is not None and is_asynchronous(self.config, layout):
             states = self._with_two_versions(states, layout, place, counts.divided(layout))
             under_way = self._pipelined(layout).between_steps(pipeline, place, stages)
         if pipeline is not None and holds_copy_of_table(pipeline, place):
             numel = self.config.model.vocab_size * self.config.model.hidden_size // layout.outer_parts
             copy = numel * self.precision.weights
             # The copy has two gradients, too: the first rank ends its step later.
-            sums = 2 if is_flushless(self.config, layout) else 1
+            sums = 2 if is_asynchronous(self.config, layout) else 1
             states = replace(states, weights=states.weights + copy, gradients=states.gradients + sums * copy)
             if self.config.m6.training.deterministic is not None:
                 partial = FP32 * self._any_world_sums(layout)[0] * numel
@@ -198,14 +198,14 @@ class MemoryModel:
         """The same of a rank of a pipeline, with a parameter counted once for each layer that uses it."""
         return self._counts_of(layout, self._parts(layout)[place].without_sharing())
 
-    def _counts_of(self, layout: ParallelLayout, part: FoldedModel) -> ParameterCounts:
+    def _counts_of(self, layout: ParallelLayout, part: UniqueLayers) -> ParameterCounts:
         in_groups = layout.tp_size > layout.outer_parts
         key = (layout.ep_size, layout.stream_experts, in_groups, part.blocks)
         if key not in self._counts:
             self._counts[key] = count_parameters(part, layout.ep_size, not layout.stream_experts, in_groups)
         return self._counts[key]
 
-    def _part(self, layout: ParallelLayout, stages: Sequence[range]) -> FoldedModel:
+    def _part(self, layout: ParallelLayout, stages: Sequence[range]) -> UniqueLayers:
         """The part of the model on a rank with these stages."""
         return self.model if layout.pp_size == 1 else self.model.part([layer for stage in stages for layer in stage])
 
@@ -238,7 +238,7 @@ class MemoryModel:
             self._owned_shares[layout] = shares
         return self._owned_shares[layout]
 
-    def _parts(self, layout: ParallelLayout) -> list[FoldedModel]:
+    def _parts(self, layout: ParallelLayout) -> list[UniqueLayers]:
         """The part of the model on each rank of a pipeline."""
         key = (layout.pp_size, layout.schedule, layout.cut)
         if key not in self._parts_of:
@@ -276,7 +276,7 @@ class MemoryModel:
             micro_batches = layout.accumulation(self.config.deepspeed.train_batch_size)
             kept = self._pipelined(layout).bytes(layout.pipeline, place, stages, micro_batches)
             return math.ceil(kept * self.profile.activation_factor)
-        at_once = layout.micro_batches_at_once
+        at_once = layout.overlap_micro_batches
         key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size, at_once)
         if key not in self._activations:
             found = self.activations_of(layout)
@@ -346,7 +346,7 @@ class MemoryModel:
         )
 
     def _with_own_sums(
-        self, states: MemoryFootprint, layout: ParallelLayout, counts: ParameterCounts, part: FoldedModel
+        self, states: MemoryFootprint, layout: ParallelLayout, counts: ParameterCounts, part: UniqueLayers
     ) -> MemoryFootprint:
         """``states`` with the fp32 sums of the engines for ``"deterministic": "any_world"`` and ``m6.communication``.
         These engines sum gradients themselves."""
@@ -372,7 +372,7 @@ class MemoryModel:
         """Copies of all gradients in fp32: (during the last backward pass, the most after it). After it the new
         gradients coexist with the partial sums, or the sum of the rank with the sum of all ranks."""
         shares = layout.batch_split().shares(self.config.deepspeed.train_batch_size)
-        kept, branches = most_sums(tuple(share // layout.micro_batches_at_once for share in shares[:: layout.ep_size]))
+        kept, branches = most_sums(tuple(share // layout.overlap_micro_batches for share in shares[:: layout.ep_size]))
         return kept, max(kept + 1, branches + (layout.dp_size > 1))
 
     def residual_bytes(self, layout: ParallelLayout) -> int:
@@ -387,7 +387,7 @@ class MemoryModel:
         found = (shared_gradients(part, layout) for part in self._parts(layout))
         return max(found, key=lambda gradients: sum(gradient.numel for gradient in gradients))
 
-    def _residual_bytes(self, layout: ParallelLayout, part: FoldedModel) -> int:
+    def _residual_bytes(self, layout: ParallelLayout, part: UniqueLayers) -> int:
         settings = self.config.m6.communication
         gradients = shared_gradients(part, layout)
         return FP32 * sum(gradient.numel for gradient in gradients if is_compressed(gradient, settings))
@@ -463,7 +463,7 @@ class MemoryModel:
             host=owned * width if on_host else 0,
         )
 
-    def _with_store(self, rest: MemoryFootprint, layout: ParallelLayout, part: FoldedModel) -> MemoryFootprint:
+    def _with_store(self, rest: MemoryFootprint, layout: ParallelLayout, part: UniqueLayers) -> MemoryFootprint:
         """``rest`` with the experts of ``m6.offload``.
 
         If all of them fit into the rest of the device, the device owns them all. Otherwise it holds two layers'
@@ -475,7 +475,7 @@ class MemoryModel:
         if self.config.m6.training.deterministic is not None:  # in host memory, wherever the experts are
             sums = FP32 * self._any_world_sums(layout)[1] * math.ceil(stored_numel(part, layout.ep_size) / share)
             rest = replace(rest, host=rest.host + sums)
-        rest = replace(rest, gradients=rest.gradients + numel * store.sum_bytes(layout.micro_batches_at_once))
+        rest = replace(rest, gradients=rest.gradients + numel * store.sum_bytes(layout.overlap_micro_batches))
         room = -1 if self.device_bytes is None else self.device_bytes - rest.peak
         if chunks.total <= room * share:
             return replace(rest, owned_experts=math.ceil(chunks.total / share))
@@ -491,7 +491,7 @@ class MemoryModel:
             store=on_host,
         )
 
-    def _chunks_of(self, layout: ParallelLayout, part: FoldedModel) -> RankChunks:
+    def _chunks_of(self, layout: ParallelLayout, part: UniqueLayers) -> RankChunks:
         """The chunks of a rank with ``part`` of the model, before tensor parallelism divides them."""
         store = self.expert_store(layout)
         gradient = 0 if store.gradient_dtype is None else store.gradient_dtype.itemsize

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from m6.planning.cost.folding import FoldedModel, Shape
+from m6.planning.cost.folding import Shape, UniqueLayers
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.work import Matmul
 from m6.training.optimizers import (
@@ -142,7 +142,7 @@ class ParameterCounts:
 
 
 def count_parameters(
-    model: FoldedModel, ep_size: int, with_experts: bool = True, tensor_groups: bool = False
+    model: UniqueLayers, ep_size: int, with_experts: bool = True, tensor_groups: bool = False
 ) -> ParameterCounts:
     """Counts the parameters of one rank.
 

@@ -53,7 +53,7 @@ def added_bytes(memory: MemoryModel, layout: ParallelLayout, passes: int, place:
         place: of the rank in the pipeline.
     """
     begun, together = (1, passes) if layout.zero_stage < 2 else (passes, 1)
-    each = together * layout.micro_batches_at_once
+    each = together * layout.overlap_micro_batches
     used, held, model = memory.used_by_rank(layout, place), memory.counts_of_ranks(layout)[place], memory.config.model
     once = layout.pp_size > 1 or held.frozen  # in a pipeline the table is on two ranks; with adapters it is frozen
     table = 0 if once else model.vocab_size * model.hidden_size
@@ -98,7 +98,7 @@ class StoreTime:
         updates of the experts owned by the device."""
         numel, owned = self._numel(layout, place), self._owned_share(layout, place)
         store, gradients = self._memory.expert_store(layout), self.num_gradients(layout, passes)
-        summed = gradients * store.summing_bytes(layout.micro_batches_at_once)
+        summed = gradients * store.summing_bytes(layout.overlap_micro_batches)
         moved = summed + owned * (store.gradient_bytes(gradients, on_device=True) + store.device_update_bytes)
         products = owned * store.update_flops / (host.nodes.device.flops("fp32") * host.profile.matmul_efficiency)
         return numel * (moved / device_bandwidth(host.nodes, host.profile) + products)
@@ -360,7 +360,7 @@ class TimeModel:
             windows = [(rank.compute, rank.exchange) for rank in self.pipeline.ranks(layout)]
         else:
             windows = [(self.compute(layout).compute, self.exchange(layout))]
-        forwards, at_once, found = 4 if layout.checkpointing else 3, layout.micro_batches_at_once, []
+        forwards, at_once, found = 4 if layout.checkpointing else 3, layout.overlap_micro_batches, []
         for place, (computing, exchange) in enumerate(windows):
             forward = computing / forwards + exchange / (forwards - 1)
             seconds = at_once * forward, at_once * (computing + exchange - forward)

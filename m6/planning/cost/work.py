@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from m6.architecture.received import side
+from m6.architecture.communication_volume import side
 from m6.config.run import RunConfig
 from m6.model.patch_encoders import patch_products
 from m6.planning.cost.activations import Activations
-from m6.planning.cost.folding import FoldedModel
+from m6.planning.cost.folding import UniqueLayers
 from m6.planning.cost.layout import ParallelLayout
 from m6.training.sizes import FP32, BatchShape, Precision
-from moe.payload import CODECS
+from moe.dispatch_dtype import CODECS
 
 # Operators of one forward pass: of a block, and of the embeddings or the head.
 _DENSE_OPERATORS = 20
@@ -100,7 +100,7 @@ class BlockWork:
 
 
 def work_of(
-    config: RunConfig, folded: FoldedModel, batch: BatchShape, layout: ParallelLayout
+    config: RunConfig, folded: UniqueLayers, batch: BatchShape, layout: ParallelLayout
 ) -> list[tuple[BlockWork, int]]:
     """The distinct blocks, and how often each is computed.
 
@@ -161,7 +161,7 @@ def work_of(
                 )
             routed = None
             if ep_size > 1:
-                to_experts, from_experts = CODECS[moe.payload]
+                to_experts, from_experts = CODECS[moe.dispatch_dtype]
                 routed = RoutedRows(
                     tokens=batch.real // shares,
                     pairs=rows,

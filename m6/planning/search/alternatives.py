@@ -10,13 +10,13 @@ import copy
 import sys
 from dataclasses import replace
 
-from m6.architecture.received import (
+from m6.architecture.communication_volume import (
     PLACEMENTS,
     PlacementName,
-    received_by_attention,
-    received_by_expert,
-    received_by_feed_forward,
-    received_by_pair,
+    volume_of_attention,
+    volume_of_expert,
+    volume_of_feed_forward,
+    volume_of_pair,
 )
 from m6.config.combinations import SLICES, Run, refusals
 from m6.config.communication import CommunicationSettings
@@ -25,7 +25,7 @@ from m6.config.section_checks import check_slices
 from m6.config.sections import GradientDelaySettings
 from m6.errors import UserError
 from m6.formatting import format_gb
-from m6.planning.cost.layout import ParallelLayout, is_flushless
+from m6.planning.cost.layout import ParallelLayout, is_asynchronous
 from m6.planning.machine.cluster import rate
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, Rejection, SearchResult
@@ -83,7 +83,7 @@ def delay_line(planner: Planner, best: PricedLayout) -> str:
     small."""
     waiting, total = best.time.host, best.time.total
     if planner.config.m6.gradient_delay is not None:
-        return _without_flush(planner, best) if is_flushless(planner.config, best.layout) else ""
+        return _without_flush(planner, best) if is_asynchronous(planner.config, best.layout) else ""
     if not best.layout.stream_experts or waiting < _WORTH * total:
         return ""
     late = _changed(planner, GradientDelaySettings(accept_loss=True))
@@ -99,7 +99,7 @@ def delay_line(planner: Planner, best: PricedLayout) -> str:
 
 
 def _without_flush(planner: Planner, best: PricedLayout) -> str:
-    """Compares the flushless pipeline of a run with the same pipeline with a flush after each step."""
+    """Compares the asynchronous pipeline of a run with the same pipeline with a flush after each step."""
     flushed = _changed(planner, None)
     more = best.footprint.peak - flushed.memory(best.layout).peak
     return (
@@ -188,8 +188,8 @@ def _received(planner: Planner, layout: ParallelLayout) -> float:
     model, batch = planner.config.model, planner.memory.batch_of(layout)
     tokens, steps = batch.rows * batch.sequence_length, layout.accumulation(planner.config.deepspeed.train_batch_size)
     assert layout.placement != "megatron"
-    each = received_by_attention(layout.tp_size, tokens, model.hidden_size)
-    each += received_by_feed_forward(layout.placement, layout.tp_size, tokens, model.hidden_size, model.ffn_hidden_size)
+    each = volume_of_attention(layout.tp_size, tokens, model.hidden_size)
+    each += volume_of_feed_forward(layout.placement, layout.tp_size, tokens, model.hidden_size, model.ffn_hidden_size)
     return model.num_layers * steps * each
 
 
@@ -220,12 +220,12 @@ def _experts_line(planner: Planner, layout: ParallelLayout) -> str:
         return f"{elements:,.0f} ({elements * seconds * 1e3:.2g} ms)"
 
     sizes = (_RANKS, tokens, model.hidden_size, model.ffn_hidden_size)
-    divided = ", ".join(f"{name} {said(received_by_pair(name, *sizes))}" for name in PLACEMENTS)
+    divided = ", ".join(f"{name} {said(volume_of_pair(name, *sizes))}" for name in PLACEMENTS)
     return (
         "- Divided matrices (m6.parallel.tensor): of experts the ranks of a group divide the tokens, and only groups "
         f"of the run's own JSON are priced. If they divided the matrices of experts, too, each of {_RANKS} ranks would "
         f"receive {divided} elements for the {tokens} tokens of an expert in a micro-batch; with ep_size {_RANKS} it "
-        f"is {said(received_by_expert(_RANKS, tokens, model.hidden_size))}."
+        f"is {said(volume_of_expert(_RANKS, tokens, model.hidden_size))}."
     )
 
 

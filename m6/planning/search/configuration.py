@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from m6.architecture.received import PLACEMENTS
+from m6.architecture.communication_volume import PLACEMENTS
 from m6.config.checks import check_world_size
 from m6.config.combinations import ZERO_KEYS
 from m6.config.deepspeed_ignored import without_ignored
@@ -55,9 +55,9 @@ def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
     training = document["m6"]["training"]
     training["ep_size"] = layout.ep_size
     training["activation_checkpointing"] = layout.checkpointing
-    training.pop("micro_batches_at_once", None)
-    if layout.micro_batches_at_once > 1:
-        training["micro_batches_at_once"] = layout.micro_batches_at_once
+    training.pop("overlap_micro_batches", None)
+    if layout.overlap_micro_batches > 1:
+        training["overlap_micro_batches"] = layout.overlap_micro_batches
     return document
 
 

@@ -74,7 +74,7 @@ class Feasibility:
             layout.tp_size > 1,
             len(set(layout.shares)) > 1,
         )
-        if layout.micro_batches_at_once > 1:
+        if layout.overlap_micro_batches > 1:
             key = (*key, "turns", layout.checkpointing)
         if layout.stream_experts:  # m6.offload has conditions of its own
             one_micro_batch = layout.accumulation(self.config.deepspeed.train_batch_size) == 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from m6.architecture.received import PLACEMENTS
+from m6.architecture.communication_volume import PLACEMENTS
 from m6.config.checks import check_world_size
 from m6.config.offload import UPDATE_NO_OFFLOADED, OffloadOptimizer, OffloadSettings
 from m6.config.pipeline import SCHEDULES
@@ -59,7 +59,7 @@ def _other_values(planner: Planner, layout: ParallelLayout) -> Iterator[tuple[st
         axes["schedule"] = list(SCHEDULES)
     axes |= {name: [False, True] for name in ("checkpointing", "offload_optimizer", "offload_params")}
     if layout.ep_size > 1:
-        axes |= {"stream_experts": [False, True], "micro_batches_at_once": [1, 2]}
+        axes |= {"stream_experts": [False, True], "overlap_micro_batches": [1, 2]}
     if layout.ep_size > per_domain:
         axes["ranks_per_node"] = [0, per_domain]
     for name, values in axes.items():

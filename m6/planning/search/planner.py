@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from m6.architecture.received import PLACEMENTS, PlacementName
+from m6.architecture.communication_volume import PLACEMENTS, PlacementName
 from m6.architecture.sharing import Sharing
 from m6.config.pipeline import ONE_STAGE, Schedule
 from m6.config.run import RunConfig
@@ -112,12 +112,12 @@ class Planner:
                 chosen = dict(zip(axes, values, strict=True))
                 # Streaming is considered if a rank holds only a share of the experts.
                 streams = (False, True) if chosen["ep_size"] > 1 else (False,)
-                in_turns = chosen["ep_size"] > 1 and tp_size == pp_size == 1
-                at_once = self._values("micro_batches_at_once", (1, 2) if in_turns else (1,))
+                interleaved_s = chosen["ep_size"] > 1 and tp_size == pp_size == 1
+                at_once = self._values("overlap_micro_batches", (1, 2) if interleaved_s else (1,))
                 for stream, turns in itertools.product(self._values("stream_experts", streams), at_once):
                     sizes = {"tp_size": tp_size, "placement": placement, "pp_size": pp_size}
                     layout = ParallelLayout(
-                        world, stream_experts=stream, micro_batches_at_once=turns, **sizes, **chosen
+                        world, stream_experts=stream, overlap_micro_batches=turns, **sizes, **chosen
                     )
                     if pp_size > 1 and "cut" in self.forced:
                         layout = replace(layout, cut=self.forced["cut"])

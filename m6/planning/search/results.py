@@ -31,7 +31,7 @@ class PricedLayout:
         """A count of the layout's techniques, to prefer simple layouts."""
         layout = self.layout
         parts = [layout.tp_size > 1, layout.pp_size > 1, layout.checkpointing, layout.offload_optimizer]
-        parts += [layout.micro_batches_at_once > 1, bool(layout.shares)]
+        parts += [layout.overlap_micro_batches > 1, bool(layout.shares)]
         return layout.zero_stage + 2 * sum(parts) + 2 * layout.offload_params + (layout.ep_size > 1)
 
 
@@ -56,14 +56,14 @@ class SearchResult:
     Attributes:
         plans: the fastest layouts, by time.
         visited: number of candidates.
-        tally: the number of candidates by reason of rejection, and of the priced ones.
+        counters: the number of candidates by reason of rejection, and of the priced ones.
         nearest: the feasible candidate with the fewest missing bytes.
         of_schedules: the fastest layout by schedule of its pipeline; None: without a pipeline.
     """
 
     plans: list[PricedLayout] = field(default_factory=list)
     visited: int = 0
-    tally: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
     nearest: Rejection | None = None
     of_schedules: dict[Schedule | None, PricedLayout] = field(default_factory=dict)
 
@@ -104,8 +104,8 @@ class SearchResult:
             )
 
     def count(self, reason: str) -> None:
-        """Adds a candidate to the tally."""
-        self.tally[reason] = self.tally.get(reason, 0) + 1
+        """Adds a candidate to the counters."""
+        self.counters[reason] = self.counters.get(reason, 0) + 1
 
 
 def _schedule(plan: PricedLayout) -> Schedule | None:

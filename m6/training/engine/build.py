@@ -128,10 +128,10 @@ def build_engine(
 def _engine_type(config: RunConfig) -> type[Engine]:
     if config.pipeline is None:
         return Engine
-    if config.is_flushless:
-        from m6.training.engine.flushless_pipeline import FlushlessPipelineEngine
+    if config.is_asynchronous:
+        from m6.training.engine.async_pipeline import AsyncPipelineEngine
 
-        return FlushlessPipelineEngine
+        return AsyncPipelineEngine
     if config.pipeline.slices is not None:
         from m6.training.engine.sliced_pipeline import SlicedPipelineEngine
 

@@ -34,7 +34,7 @@ from m6.training.storages import storage_bytes
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-    from m6.training.engine.late_gradients import LateGradients
+    from m6.training.engine.delayed_gradients import DelayedGradients
     from m6.training.engine.tensor import DividedMatrices
     from m6.training.offloading.experts import OffloadedExperts
 
@@ -110,7 +110,7 @@ class Engine:
         self._shares: tuple[int, ...] | None = None
         self.replicas = mesh.replicas
         self.module: M6ForConditionalGeneration = deepspeed.module
-        self._at_once = config.m6.training.micro_batches_at_once
+        self._at_once = config.m6.training.overlap_micro_batches
         self.offloaded = offloaded
         self._reducer = _reducer(config, mesh, self.module, offloaded)
         self._reduces_alone = deepspeed.enable_backward_allreduce
@@ -255,12 +255,12 @@ class Engine:
         with nullcontext() if self._late is None else self._late.exchanging():
             self._deepspeed.step()
 
-    def use_late_gradients(self) -> None:
+    def use_delayed_gradients(self) -> None:
         """Updates the weights with the delayed gradients of the last step, if there are any."""
         if self._late is not None:
             self._late.use()
         if self.offloaded is not None:
-            self.offloaded.runtime.use_late_gradients()
+            self.offloaded.runtime.use_delayed_gradients()
 
     def interval_metrics(self) -> dict[str, Any]:
         """Entries of metrics.jsonl since the last call. Every rank calls it once in a log interval."""
@@ -447,7 +447,7 @@ def _forward_in_turns(
     layers = ModelStage.whole(deepspeed.module)
     inputs = [(batch.model_inputs(), batch.labels) for batch in batches]
     # DeepSpeed's forward pass calls its module, with its autocast and with the hooks for its backward pass.
-    vars(deepspeed.module)["forward"] = functools.partial(layers.in_turns, inputs, seeds, device)
+    vars(deepspeed.module)["forward"] = functools.partial(layers.interleaved_s, inputs, seeds, device)
     try:
         outputs: list[M6Output] = deepspeed()
     finally:
@@ -480,9 +480,9 @@ def _divided_matrices(mesh: Mesh, module: nn.Module) -> DividedMatrices | None:
     return DividedMatrices(mesh, module)
 
 
-def _late_gradients(config: RunConfig, deepspeed: DeepSpeedEngine) -> LateGradients | None:
+def _late_gradients(config: RunConfig, deepspeed: DeepSpeedEngine) -> DelayedGradients | None:
     if config.m6.gradient_delay is None:
         return None
-    from m6.training.engine.late_gradients import LateGradients
+    from m6.training.engine.delayed_gradients import DelayedGradients
 
-    return LateGradients(deepspeed)
+    return DelayedGradients(deepspeed)

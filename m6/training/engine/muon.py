@@ -128,7 +128,7 @@ class MatrixKind:
 
 
 @dataclass(frozen=True)
-class Run:
+class MuonShard:
     """Consecutive matrices of the same kind.
 
     Attributes:
@@ -142,11 +142,11 @@ class Run:
     kind: MatrixKind
 
     @classmethod
-    def of(cls, parameter: Tensor, start: int, stack: tuple[int, int, int]) -> Run:
+    def of(cls, parameter: Tensor, start: int, stack: tuple[int, int, int]) -> MuonShard:
         """Returns the matrices of a parameter.
 
         Args:
-            start: see ``Run``.
+            start: see ``MuonShard``.
             stack: number, rows and columns of the matrices, see ``matrices_of_blocks``.
         """
         shard: Shard | None = getattr(parameter, "shard", None)
@@ -162,7 +162,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitMatrix:
     """A matrix split over the partitions of several ranks.
 
     Attributes:
@@ -189,16 +189,18 @@ class MatrixLayout:
         whole: complete matrices in the tensor.
         device: the device of matrix products.
         cuts: split matrices with a part in the tensor, in order.
-        group: the ranks with the other parts; ``Cut`` numbers ranks in this group.
+        group: the ranks with the other parts; ``SplitMatrix`` numbers ranks in this group.
     """
 
-    whole: Sequence[Run]
+    whole: Sequence[MuonShard]
     device: torch.device
-    cuts: Sequence[Cut] = ()
+    cuts: Sequence[SplitMatrix] = ()
     group: dist.ProcessGroup | None = field(default=None, repr=False)
 
 
-def layout_of_partition(runs: Sequence[Run], partition_size: int, rank: int) -> tuple[list[Run], list[Cut]]:
+def layout_of_partition(
+    runs: Sequence[MuonShard], partition_size: int, rank: int
+) -> tuple[list[MuonShard], list[SplitMatrix]]:
     """Returns the whole and the split matrices of one of several equal partitions of a flat tensor.
 
     Args:
@@ -207,15 +209,15 @@ def layout_of_partition(runs: Sequence[Run], partition_size: int, rank: int) -> 
         rank: the number of the partition.
     """
     begin, end = rank * partition_size, (rank + 1) * partition_size
-    whole: list[Run] = []
-    cuts: list[Cut] = []
+    whole: list[MuonShard] = []
+    cuts: list[SplitMatrix] = []
     for run in runs:
         numel = run.kind.numel
         # The first matrix with its start in the partition, and the first matrix with its end behind it.
         first = max(0, -(-(begin - run.start) // numel))
         last = min(run.count, (end - run.start) // numel)
         if first < last:
-            whole.append(Run(run.start + first * numel - begin, last - first, run.kind))
+            whole.append(MuonShard(run.start + first * numel - begin, last - first, run.kind))
         for number in sorted({first - 1, max(last, 0)}):
             start = run.start + number * numel
             is_cut = start < begin < start + numel or start < end < start + numel
@@ -224,14 +226,14 @@ def layout_of_partition(runs: Sequence[Run], partition_size: int, rank: int) -> 
     return whole, cuts
 
 
-def _cut(start: int, kind: MatrixKind, partition_size: int, rank: int) -> Cut:
+def _cut(start: int, kind: MatrixKind, partition_size: int, rank: int) -> SplitMatrix:
     end = start + kind.numel
     parts: dict[int, slice] = {}
     for number in range(start // partition_size, (end - 1) // partition_size + 1):
         low, high = max(start, number * partition_size), min(end, (number + 1) * partition_size)
         parts[number] = slice(low - start, high - start)
     offset = start - rank * partition_size
-    return Cut(kind, parts, slice(parts[rank].start + offset, parts[rank].stop + offset))
+    return SplitMatrix(kind, parts, slice(parts[rank].start + offset, parts[rank].stop + offset))
 
 
 def layouts_in_zero(zero: Any, shapes: Mapping[Tensor, tuple[int, int, int]]) -> dict[Tensor, MatrixLayout]:
@@ -245,7 +247,7 @@ def layouts_in_zero(zero: Any, shapes: Mapping[Tensor, tuple[int, int, int]]) ->
         parameters, offsets = zero.round_robin_bit16_groups[index], zero.round_robin_bit16_offsets[index]
         group = zero.real_dp_process_group[index]
         runs = [
-            Run.of(parameter, offset, shapes[parameter])
+            MuonShard.of(parameter, offset, shapes[parameter])
             for parameter, offset in zip(parameters, offsets, strict=True)
             if parameter in shapes
         ]
@@ -257,7 +259,7 @@ def layouts_in_zero(zero: Any, shapes: Mapping[Tensor, tuple[int, int, int]]) ->
 
 def complete_cuts(
     layout: MatrixLayout, values: Tensor, function: Callable[[Tensor], Tensor]
-) -> Iterator[tuple[Cut, Tensor]]:
+) -> Iterator[tuple[SplitMatrix, Tensor]]:
     """Applies a function to the split matrices of a tensor. All ranks of the group call it.
 
     The owner of each matrix gathers the parts of the other ranks, and sends them their parts of the result.

@@ -58,10 +58,10 @@ def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, fused: bool =
             return Lamb(groups, layouts, **adamw)
         return Lars(groups, layouts, **{name: params[name] for name in ("lr", "momentum", "trust_coefficient")})
     if settings.optimizer_type == "Muon":
-        from m6.training.engine.muon import MatrixLayout, Muon, Run
+        from m6.training.engine.muon import MatrixLayout, Muon, MuonShard
 
         matrices = {
-            parameter: MatrixLayout([Run.of(parameter, 0, stack)], parameter.device)
+            parameter: MatrixLayout([MuonShard.of(parameter, 0, stack)], parameter.device)
             for parameter, stack in blocks.items()
         }
         dtype = torch.float32 if settings.product_dtype == "fp32" else torch.bfloat16

@@ -82,7 +82,7 @@ class SlicedPipelineEngine(PipelineEngine):
         is_uneven = len(set(self._scheduled)) > 1  # then the groups have different numbers of micro-batches
         group = self._expert_group if self._reducer.measures_sums or is_uneven else self.replicas
         dist.all_reduce(numbers, dist.ReduceOp.MIN, group=group)
-        return [thinned(each, number) for each, number in zip(cuts, numbers.tolist(), strict=True)]
+        return [subsample(each, number) for each, number in zip(cuts, numbers.tolist(), strict=True)]
 
     def _end_pass(self, part: int, number: int) -> None:
         if self._slices[number].begin == 0:  # backward passes run from the last slice to the first
@@ -94,7 +94,7 @@ class SlicedPipelineEngine(PipelineEngine):
         return self._run(stage, hidden_states, batch, own.seed, past)
 
 
-def thinned(cuts: Sequence[int], number: int) -> list[int]:
+def subsample(cuts: Sequence[int], number: int) -> list[int]:
     """Returns ``number`` of the cuts, evenly spread."""
     return [cuts[(index + 1) * (len(cuts) + 1) // (number + 1) - 1] for index in range(number)]
 

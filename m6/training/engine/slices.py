@@ -18,7 +18,7 @@ from m6.architecture.special_tokens import IGNORED_LABEL, IMAGE
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model.parameters import num_parameters
-from m6.model.slices import legal_cuts, nearest_cuts
+from m6.model.slices import nearest_valid_cuts, valid_cuts
 
 # Odd, also its lower half, like the stride of the layers (m6/model/blocks.py).
 _SEED_STRIDE = 0xD1B54A32D192ED03
@@ -52,7 +52,7 @@ def slices_of(batch: MicroBatch, number: int, seed: int, cuts: list[int], model:
         batch: on the CPU.
         number: of the micro-batch in the step.
         seed: of the micro-batch. The first slice keeps it.
-        cuts: increasing positions, see ``legal_cuts``.
+        cuts: increasing positions, see ``valid_cuts``.
     """
     bounds = [0, *cuts, batch.input_ids.shape[1]]
     return [
@@ -107,7 +107,7 @@ def slice_tokens(
 
     Args:
         length: tokens of a row.
-        places: increasing places of possible cuts, see ``legal_cuts``. The time grows with the fourth power of their
+        places: increasing places of possible cuts, see ``valid_cuts``. The time grows with the fourth power of their
             number.
         stages: K; stages faster than the stage of ``seconds`` count in part.
         rows: M, one after the other.
@@ -168,7 +168,7 @@ class SliceChoice:
     def cuts(self, batch: MicroBatch) -> list[int]:
         """The cuts of a micro-batch: the legal places nearest to equal slices, or with "auto" the best of these."""
         rows, length = batch.input_ids.shape
-        nearest = nearest_cuts(legal_cuts(batch.token_type_ids, batch.sample_ids), length, self.most)
+        nearest = nearest_valid_cuts(valid_cuts(batch.token_type_ids, batch.sample_ids), length, self.most)
         if not self._is_auto:
             return nearest
         work = slice_work(self._config.model, rows, self._config.m6.training.ep_size)

@@ -25,7 +25,7 @@ from m6.training.offloading.report import memory_map, write_memory_record
 from m6.training.offloading.setup import ActivationTraffic, describe_shortage, prepare
 from m6.training.replicas import Replicated
 from offload import (
-    LateUpdate,
+    DelayedUpdate,
     OffloadRuntime,
     SimulatedDevice,
     StorageMeter,
@@ -97,7 +97,7 @@ class OffloadedExperts:
                 next_weights=setup.next_weights,
                 plan=setup.plan,
                 reduce=None if by_engine or copies == 1 else self._sum,
-                uses_at_once=config.m6.training.micro_batches_at_once,
+                uses_at_once=config.m6.training.overlap_micro_batches,
             )
         except ValueError as error:
             raise UserError(f"m6.offload: {describe_shortage(error, config, setup.dtype)}") from None
@@ -137,7 +137,7 @@ class OffloadedExperts:
         """Begins a step; call it before the first forward pass."""
         if self.runtime.update_in_backward:
             self.runtime.begin_step(learning_rate * self._setup.learning_rate_scale, 1.0 / self._averaged_over)
-        self.runtime.begin_late_update()
+        self.runtime.begin_delayed_update()
 
     def measure(self) -> float:
         """Returns the sum of squares of the experts' gradients, including the loss scale; equal on all ranks."""
@@ -185,7 +185,7 @@ class OffloadedExperts:
 
         The gradients are raw: sums over ranks, with the loss scale. The coefficient undoes these factors.
         """
-        self.runtime.late_update = LateUpdate(waiting["experts_learning_rate"], waiting["experts_coefficient"])
+        self.runtime.late_update = DelayedUpdate(waiting["experts_learning_rate"], waiting["experts_coefficient"])
 
     # Plans
 

@@ -338,7 +338,7 @@ def dry_trace(
     constant = state_bytes(model, config, dims.dp, elsewhere=experts) + bucket_bytes(config, dtype)
     with fake_tensors() as world:
         stacks = [use.stack(name) for name, use in uses.items()]
-        at_once = config.m6.training.micro_batches_at_once
+        at_once = config.m6.training.overlap_micro_batches
         dry = DryRuntime(stacks, dtype, chunk_bytes, WorldMeter(world), constant, at_once)
         for name, use in uses.items():
             stream(use, dry, name)
@@ -395,7 +395,9 @@ def run_in_turns(model: M6ForConditionalGeneration, at_once: int, batch: MicroBa
         batch: stands for every micro-batch.
     """
     layers = ModelStage.whole(model)
-    outputs = layers.in_turns([(batch.model_inputs(), batch.labels)] * at_once, [None] * at_once, torch.device("cpu"))
+    outputs = layers.interleaved_s(
+        [(batch.model_inputs(), batch.labels)] * at_once, [None] * at_once, torch.device("cpu")
+    )
     losses = [loss for output in outputs for loss in (output.target_losses, output.aux_loss) if loss is not None]
     torch.stack([loss.sum() for loss in losses]).sum().backward()
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from m6.architecture.settings import ModelSettings
 from m6.config.run import RunConfig
 from moe import MoELayer, RoutingStats
-from moe.groups import by_prototype
+from moe.groups import view_prototypes
 
 _LOAD_TYPE = "<f2"  # little-endian float16
 _MAX_LINES_WITH_LOADS = 100  # keeps metrics.jsonl small for layers with many experts
@@ -87,7 +87,7 @@ class ExpertHealth:
         self._layers, self._sent_before = [], sent
         # Experts are numbered group by group. Here they are sorted by prototype.
         moe = self._config.moe_config()
-        layers = [layer._replace(expert_counts=by_prototype(layer.expert_counts, moe).flatten()) for layer in layers]
+        layers = [layer._replace(expert_counts=view_prototypes(layer.expert_counts, moe).flatten()) for layer in layers]
 
         of_tokens = _by_key([_of_tokens(layer) for layer in layers])
         of_loads = _by_key([_statistics(layer, prototypes=1) for layer in layers])

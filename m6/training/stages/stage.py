@@ -46,7 +46,7 @@ class Stage:
         self.planned_sharing = config.planned_sharing
         # Not possible if a rank has only a part of the layers. Interleaved micro-batches are in several layers at once.
         is_whole = config.pipeline is None and config.tensor is None
-        self._compares_layers = is_whole and config.m6.training.micro_batches_at_once == 1
+        self._compares_layers = is_whole and config.m6.training.overlap_micro_batches == 1
         self._rule = _make_rule(self.settings, saved.get("rule")) if self.settings is not None else None
 
     @property

@@ -43,7 +43,7 @@ from m6.model.patch_encoders import check_patch_encoder
 from m6.tokenizers.image.base import ImageTokenizer
 from m6.tokenizers.image.modeling import M6ImageTokenizer, ResBlock
 from m6.training.engine.clipping import PartGroups, gradient_norm, shrink
-from m6.training.engine.muon import MatrixKind, MatrixLayout, Muon, Run
+from m6.training.engine.muon import MatrixKind, MatrixLayout, Muon, MuonShard
 
 FINAL_LR_RATIO = 0.1
 _ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0}
@@ -260,7 +260,7 @@ def build_optimizer(tokenizer: M6ImageTokenizer, in_bf16: bool) -> Muon:
     blocks = [module for module in tokenizer.modules() if isinstance(module, ResBlock)]
     kernels = [part.weight for block in blocks for part in block.modules() if isinstance(part, nn.Conv2d)]
     kinds = {kernel: MatrixKind((len(kernel), kernel[0].numel())) for kernel in kernels}
-    layouts = {kernel: MatrixLayout([Run(0, 1, kind)], kernel.device) for kernel, kind in kinds.items()}
+    layouts = {kernel: MatrixLayout([MuonShard(0, 1, kind)], kernel.device) for kernel, kind in kinds.items()}
     others = [parameter for parameter in tokenizer.parameters() if parameter not in layouts]
     groups: list[dict[str, Any]] = [{"params": kernels, "muon": True}, {"params": others}]
     return Muon(groups, layouts, 0.95, torch.bfloat16 if in_bf16 else torch.float32, **_ADAMW)

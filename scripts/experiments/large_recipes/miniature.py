@@ -132,7 +132,7 @@ def miniature(full: Document, recipe: str, steps: int = STEPS, rate: float = 1.0
     _scale_rates(small, rule.hidden, rate)
     m6["training"] |= {"total_steps": steps, "ep_size": 1, "activation_checkpointing": False}
     # Layouts change no result.
-    m6["training"].pop("micro_batches_at_once", None)
+    m6["training"].pop("overlap_micro_batches", None)
     m6.pop("parallel", None)
     m6["schedule"]["warmup_steps"] = max(1, round(m6["schedule"]["warmup_steps"] * steps / full_steps))
     if m6.get("pseudo_to_real") is not None:
@@ -245,7 +245,7 @@ def _without_experts(full: Document) -> None:
     _without_shared(full)
     m6["moe"] = None
     m6["training"]["ep_size"] = 1
-    m6["training"].pop("micro_batches_at_once", None)
+    m6["training"].pop("overlap_micro_batches", None)
     for section in ("offload", "pseudo_to_real"):
         m6.pop(section, None)
 

@@ -42,11 +42,11 @@ from m6.runs.directory import RunDirectory
 from m6.runs.processes import Runtime, start
 from m6.training.loop import Trainer
 from moe import MoELayer
-from moe.config import Payload
+from moe.config import DispatchDtype
 from moe.custom_gradient import custom_gradient
 from moe.dispatch import LocalDispatcher
+from moe.dispatch_dtype import CODECS, Codec
 from moe.experts import Experts
-from moe.payload import CODECS, Codec
 from moe.routing import Routing
 from scripts.experiments.experiment import ResultTable, code_version
 from scripts.experiments.large_recipes.miniature import (
@@ -96,20 +96,20 @@ class RoundingDispatcher(LocalDispatcher):
     A real exchange sums the outputs of a node's experts before it rounds them; here the sum of all is rounded once.
     """
 
-    def __init__(self, payload: Payload) -> None:
+    def __init__(self, dispatch_dtype: DispatchDtype) -> None:
         super().__init__()
-        self._to_experts, self._back = (functools.partial(_rounded, codec) for codec in CODECS[payload])
+        self._to_experts, self._back = (functools.partial(_rounded, codec) for codec in CODECS[dispatch_dtype])
 
     def __call__(
         self,
         tokens: Tensor,
         routing: Routing,
         experts: Experts,
-        beside: Callable[[Tensor], Tensor] | None = None,
+        concurrent: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """See ``Dispatcher``."""
         rounded = custom_gradient(tokens, self._to_experts, self._back)
-        output = super().__call__(rounded, routing, experts, beside)
+        output = super().__call__(rounded, routing, experts, concurrent)
         return custom_gradient(output, self._back, self._to_experts)
 
 
@@ -119,8 +119,8 @@ class MiniatureTrainer(Trainer):
     def _build_engine(self) -> None:
         super()._build_engine()
         for module in self.engine.module.modules():
-            if isinstance(module, MoELayer) and module.config.payload != "same":
-                module.dispatcher = RoundingDispatcher(module.config.payload)
+            if isinstance(module, MoELayer) and module.config.dispatch_dtype != "same":
+                module.dispatcher = RoundingDispatcher(module.config.dispatch_dtype)
 
 
 def document_of(case: Case, steps: int, data: Path, device: str) -> Document:

@@ -45,7 +45,7 @@ def main(seeds: int) -> None:
     for seed, payload in product(range(seeds), PAYLOADS):
         if table.holds({"payload": payload, "seed": seed}):
             continue
-        config = load_config(CONFIG, (*SETTINGS, f'm6.moe.payload="{payload}"', f"m6.training.seed={seed}"))
+        config = load_config(CONFIG, (*SETTINGS, f'm6.moe.dispatch_dtype="{payload}"', f"m6.training.seed={seed}"))
         if lines := train_on_ranks(config, runtime):
             curve = [line["loss"] for line in lines if "loss" in line]
             validation = next(line["validation"] for line in lines if "validation" in line)

@@ -112,10 +112,10 @@ WRONG = [
         "m6.objectives.text_to_image needs m6.data.image_tokenizer, whose codes it learns to generate",
     ),
     (
-        "m6.training.micro_batches_at_once=2",
+        "m6.training.overlap_micro_batches=2",
         "m6.training.ep_size 1 keeps all experts on a rank, so that no tokens are on their way, but "
-        "m6.training.micro_batches_at_once 2 has several micro-batches on their way; use "
-        "m6.training.micro_batches_at_once 1, or use a larger m6.training.ep_size",
+        "m6.training.overlap_micro_batches 2 has several micro-batches on their way; use "
+        "m6.training.overlap_micro_batches 1, or use a larger m6.training.ep_size",
     ),
     (
         "m6.schedule.warmup_steps=900",

@@ -49,11 +49,11 @@ def test_any_number_of_ranks_that_have_a_micro_batch_each(folder: Path):
         folder,
         train_batch_size=8,
         m6__training__ep_size=2,
-        m6__training__micro_batches_at_once=2,
+        m6__training__overlap_micro_batches=2,
         m6__moe={"num_experts": 4},
     )
     check_world_size(turns, 2)
-    with pytest.raises(UserError, match="micro_batches_at_once"):  # two ranks have one pass, four would have half a one
+    with pytest.raises(UserError, match="overlap_micro_batches"):  # two ranks have one pass, four would have half a one
         check_world_size(turns, 4)
 
 
@@ -72,7 +72,7 @@ def test_a_checkpoint_of_other_sums(folder: Path):
 def test_a_checkpoint_of_other_stages_or_turns(folder: Path):
     """An old checkpoint names neither, as it had none."""
     alone, stages = config(folder), config(folder, m6__parallel__pipeline={"num_ranks": 2})
-    turns = config(folder, m6__training__ep_size=2, m6__training__micro_batches_at_once=2)
+    turns = config(folder, m6__training__ep_size=2, m6__training__overlap_micro_batches=2)
     names = ("m6.training.ep_size", "train_micro_batch_size_per_gpu")
     old = {"any_world": {name: alone.sums_depend_on[name] for name in names}}
     for run in (alone, stages, turns):
@@ -83,11 +83,11 @@ def test_a_checkpoint_of_other_stages_or_turns(folder: Path):
     with pytest.raises(UserError, match=r"m6\.parallel\.pipeline null: the steps so far had \{"):
         check_same_sums(alone, {"any_world": stages.sums_depend_on})
     old["any_world"]["m6.training.ep_size"] = 2
-    with pytest.raises(UserError, match=r"m6\.training\.micro_batches_at_once 2: the steps so far had 1"):
+    with pytest.raises(UserError, match=r"m6\.training\.overlap_micro_batches 2: the steps so far had 1"):
         check_same_sums(turns, old)
 
 
-@pytest.mark.parametrize("name", ["ep_size", "micro_batches_at_once", "pipeline"])
+@pytest.mark.parametrize("name", ["ep_size", "overlap_micro_batches", "pipeline"])
 def test_an_elastic_run_keeps_what_its_sums_depend_on(folder: Path, name: str):
     with pytest.raises(UserError, match=f'm6.elastic.may_change: "{name}" changes the sums'):
         config(folder, m6__elastic={"max_nodes": 2, "may_change": [name]})

@@ -42,7 +42,7 @@ def test_where_a_pipeline_is_flushed(tmp_path: Path):
     changes = {**PIPELINE, **intervals, **switch, "m6__training__total_steps": 13, "m6__gradient_delay": {}}
     document = tiny_document(tmp_path, **ADAFACTOR, **changes)
     config = parse_config(document)
-    assert config.is_flushless
+    assert config.is_asynchronous
     assert [step for step in range(1, 14) if config.flushes_after(step)] == [4, 6, 7, 8, 12, 13]
 
 

@@ -65,7 +65,7 @@ def test_ranks_that_read_the_same(tmp_path: Path):
         check_world_size(staged, 6)
     check_world_size(staged, 8)
     places = [ParallelDims(rank, 4, tp=2) for rank in range(4)]
-    assert [(each.dp_rank, each.tp_rank, each.reads_first) for each in places] == [
+    assert [(each.dp_rank, each.tp_rank, each.is_data_leader) for each in places] == [
         (0, 0, True),
         (0, 1, False),
         (1, 0, True),

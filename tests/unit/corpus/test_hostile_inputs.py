@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from m6.corpus.counters import SAMPLES
 from m6.corpus.output import load_record
-from m6.corpus.tally import SAMPLES
 from m6.data.sources.folders import MAX_LINE_BYTES
 from tests.fixtures.corpus import built, own, recipe_of, text_of, write_lines
 
@@ -57,9 +57,9 @@ def folder(tmp_path: Path) -> Path:
 def test_what_cannot_be_read_is_counted_and_named(folder: Path, tmp_path: Path):
     out = built(recipe_of(tmp_path / "data", [*own("web", folder), *own("books", tmp_path / "books")]))
     assert load_record(out).inputs["books"].removed == {"read": {"not UTF-8": 1}}
-    tally = load_record(out).inputs["web"]
-    read = tally.removed.pop("read")
-    assert tally.removed == {}
+    counters = load_record(out).inputs["web"]
+    read = counters.removed.pop("read")
+    assert counters.removed == {}
     assert read == {
         "invalid JSON": 3,
         "the text is null": 1,
@@ -74,8 +74,8 @@ def test_what_cannot_be_read_is_counted_and_named(folder: Path, tmp_path: Path):
         "outside of the folder": 1,
         "not a regular file": 1,
     }
-    assert tally.documents == tally.kept + read.total()
-    named = {sample.id for reason, samples in tally.samples.items() for sample in samples}
+    assert counters.documents == counters.kept + read.total()
+    named = {sample.id for reason, samples in counters.samples.items() for sample in samples}
     assert {"web/lines.jsonl:2", "web/cut.parquet:1", "web/link.jsonl", "web/bytes.parquet:2"} <= named
     written = b"".join(file.read_bytes() for file in out.rglob("*.parquet"))
     assert text_of(("good", 99))[:20].encode() not in written
@@ -83,6 +83,6 @@ def test_what_cannot_be_read_is_counted_and_named(folder: Path, tmp_path: Path):
 
 def test_samples_are_bounded(tmp_path: Path):
     write_lines(tmp_path / "a.jsonl", [text_of(0), *("短" * (n % 40 + 1) for n in range(500))])
-    tally = load_record(built(recipe_of(tmp_path / "data", own("web", tmp_path / "a.jsonl")))).inputs["web"]
-    assert tally.removed["filter"]["too short"] == 500
-    assert len(tally.samples["filter: too short"]) == SAMPLES
+    counters = load_record(built(recipe_of(tmp_path / "data", own("web", tmp_path / "a.jsonl")))).inputs["web"]
+    assert counters.removed["filter"]["too short"] == 500
+    assert len(counters.samples["filter: too short"]) == SAMPLES

@@ -85,8 +85,8 @@ class Zeros(io.RawIOBase):
 
 def test_archives_are_counted_and_named(folder: Path, tmp_path: Path):
     out = built(recipe_of(tmp_path / "data", own("web", folder)))
-    tally = load_record(out).inputs["web"]
-    assert tally.removed == {
+    counters = load_record(out).inputs["web"]
+    assert counters.removed == {
         "read": {
             "image too large": 1,
             "corrupt image": 3,
@@ -99,8 +99,8 @@ def test_archives_are_counted_and_named(folder: Path, tmp_path: Path):
             "outside of the folder": 1,
         }
     }
-    assert (tally.kept, tally.documents) == (3, 3 + removed_from(tally))
-    named = {sample.id for samples in tally.samples.values() for sample in samples}
+    assert (counters.kept, counters.documents) == (3, 3 + removed_from(counters))
+    named = {sample.id for samples in counters.samples.values() for sample in samples}
     assert {"web/rows.tar/bomb", "web/climbs.tar/link", "web/climbs.tar/large", "web/none.tar", "web/link.tar"} <= named
     assert len(load_record(out).inputs["web"].samples["kept"]) == 3
 
@@ -119,9 +119,9 @@ def test_a_json_without_a_column_costs_its_row_alone(column: str, kept: int, pro
         members[f"{number}.json"] = json.dumps(entry).encode()
     write_tar(tmp_path / "web" / "rows.tar", members)
     columns = {"split_column": "part", "group_column": "photographer"}
-    tally = load_record(built(recipe_of(tmp_path / "data", own("web", tmp_path / "web", **columns)))).inputs["web"]
-    assert tally.kept == kept
-    assert tally.removed == ({"read": problems} if problems else {})
+    counters = load_record(built(recipe_of(tmp_path / "data", own("web", tmp_path / "web", **columns)))).inputs["web"]
+    assert counters.kept == kept
+    assert counters.removed == ({"read": problems} if problems else {})
     # Pictures of a named set need no captions.
     named = list(read_pictures(tmp_path / "web" / "rows.tar", "set", "image"))
     assert [row.problem for row in named] == [None] * 5
@@ -145,8 +145,8 @@ def test_tables_are_counted_and_named(tmp_path: Path):
     (folder / "cut.parquet").write_bytes((folder / "rows.parquet").read_bytes()[:-30])
     filters = {"min_caption_chars": 1}
     recipe = recipe_of(tmp_path / "data", own("web", folder, image_column="image"), picture_filters=filters)
-    tally = load_record(built(recipe)).inputs["web"]
-    assert tally.removed == {
+    counters = load_record(built(recipe)).inputs["web"]
+    assert counters.removed == {
         "read": {
             "outside of the folder": 3,
             "larger than 64 MiB": 1,
@@ -159,7 +159,7 @@ def test_tables_are_counted_and_named(tmp_path: Path):
             "the file is damaged (ArrowInvalid)": 1,
         }
     }
-    assert tally.kept == 2
+    assert counters.kept == 2
 
 
 def test_a_large_picture_is_decoded_in_bounded_memory(tmp_path: Path):

@@ -50,12 +50,12 @@ def test_wrong_captions_are_removed_and_their_copies_are_not(folder: Path):
     corpus = built(recipe_in(folder / "data", folder))
     # The larger picture of COPIED would win over its copy, if its caption did not say something else.
     assert keys(corpus, "web") == {f"o{n}" for n in range(20) if n not in WRONG} | {f"c{n}" for n in COPIED}
-    tally = load_record(corpus).inputs["web"]
-    assert tally.removed == {
+    counters = load_record(corpus).inputs["web"]
+    assert counters.removed == {
         "matching": {"caption does not describe the picture": len(WRONG) - len(COPIED)},
         "duplicates": {"near duplicate": len(COPIED)},
     }
-    samples = tally.samples["matching: caption does not describe the picture"]
+    samples = counters.samples["matching: caption does not describe the picture"]
     assert all(sample.picture and sample.kept_id is None for sample in samples)
     assert keys(corpus, "shop") == {"s"}
     assert Manifest.load(corpus).recipe["scorer"] == "first checkpoint"

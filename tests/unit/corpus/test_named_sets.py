@@ -68,9 +68,9 @@ def test_texts_of_a_set_that_are_not_compared_are_counted(tmp_path: Path):
     file = tmp_path / "recipe.json"
     file.write_text(json.dumps(recipe.model_dump(mode="json", exclude_none=True)))
     assert "  the set questions: 1 of 4 texts compared with training documents" in m6("data", "corpus", file).stdout
-    tally = load_record(tmp_path / "data").sets["questions"]
-    assert (tally.documents, tally.kept) == (4, 1)
-    removed = tally.removed["held_out"]
+    counters = load_record(tmp_path / "data").sets["questions"]
+    assert (counters.documents, counters.kept) == (4, 1)
+    removed = counters.removed["held_out"]
     assert removed.pop("fewer than 32 letters and digits") == removed.pop("the text is null") == 1
     assert removed.total() == 1  # the damaged line
 

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from m6.corpus.counters import PICTURES
 from m6.corpus.output import load_record
 from m6.corpus.plan import make_plan
 from m6.corpus.recipe import CorpusRecipe
 from m6.corpus.stages import STAGES, run_task, unfinished
-from m6.corpus.tally import PICTURES
 from m6.corpus.work import prepare, work_folder
 from m6.data.manifest import Manifest
 from m6.data.reader import open_split
@@ -100,9 +100,9 @@ def rows_of(corpus: Path, source: str) -> dict[str, dict[str, Any]]:
 
 
 def test_every_picture_is_kept_or_counted(corpus: Path):
-    tally = load_record(corpus).inputs["web"]
-    assert tally.documents == ORIGINALS + len(NEAR) + len(EXACT) + 7 == tally.kept + removed_from(tally)
-    assert tally.removed == {
+    counters = load_record(corpus).inputs["web"]
+    assert counters.documents == ORIGINALS + len(NEAR) + len(EXACT) + 7 == counters.kept + removed_from(counters)
+    assert counters.removed == {
         "filter": {
             "side too short": 1,
             "too long and narrow": 1,
@@ -116,8 +116,8 @@ def test_every_picture_is_kept_or_counted(corpus: Path):
         "decontamination": {"shows a picture of a named set": 1},
         "captions": {"caption repeats too often": len(REPEATED) - 2},
     }
-    assert tally.changed == {"e-mail addresses": 1}
-    assert tally.rows == tally.kept == len(rows_of(corpus, "web"))
+    assert counters.changed == {"e-mail addresses": 1}
+    assert counters.rows == counters.kept == len(rows_of(corpus, "web"))
 
 
 def test_of_copies_the_largest_is_kept_and_a_test_picture_first(corpus: Path):
@@ -216,6 +216,6 @@ def test_a_folder_of_pictures_and_of_animations(tmp_path: Path):
     for allowed in (False, True):
         filters = {"allow_animation": allowed}
         out = tmp_path / f"data{allowed}"
-        tally = load_record(built(recipe_of(out, own("pets", tmp_path / "pets", picture_filters=filters)))).inputs
-        assert tally["pets"].kept == 12 + allowed
-        assert tally["pets"].removed == ({} if allowed else {"filter": {"animation": 1}})
+        counters = load_record(built(recipe_of(out, own("pets", tmp_path / "pets", picture_filters=filters)))).inputs
+        assert counters["pets"].kept == 12 + allowed
+        assert counters["pets"].removed == ({} if allowed else {"filter": {"animation": 1}})

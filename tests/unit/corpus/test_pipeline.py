@@ -143,8 +143,8 @@ def test_every_document_is_kept_or_counted(corpus: Path):
     web, books = record.inputs["web"], record.inputs["books"]
     assert web.documents == ORIGINALS + len(NEAR) + len(EXACT) + 3
     assert books.documents == 13
-    for tally in record.inputs.values():
-        assert tally.documents == tally.kept + removed_from(tally)
+    for counters in record.inputs.values():
+        assert counters.documents == counters.kept + removed_from(counters)
     # Original 3 and its near copy are both copies of the book's test document, whose split decides.
     assert web.removed["duplicates"] == {"near duplicate": len(NEAR), "exact duplicate": len(EXACT) + 1}
     assert web.removed["filter"] == {"too short": 1}

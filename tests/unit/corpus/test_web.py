@@ -117,7 +117,7 @@ def test_a_corpus_of_archives_counts_what_it_cannot_read(tmp_path: Path):
     (folder / "2.warc.gz").write_bytes(b"no archive at all")
     (folder / "3.warc").write_bytes(b"")
     (folder / "4.wet.gz").write_bytes(gzip.compress(b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: x\r\n\r\n"))
-    tally = load_record(built(recipe_of(tmp_path / "data", own("web", folder)))).inputs["web"]
-    assert tally.kept == 5  # three of the first archive, and two of the second before the cut
-    assert tally.documents == tally.kept + removed_from(tally)
-    assert tally.removed["read"] == {"the file is damaged (ValueError)": 2, "empty text": 1}
+    counters = load_record(built(recipe_of(tmp_path / "data", own("web", folder)))).inputs["web"]
+    assert counters.kept == 5  # three of the first archive, and two of the second before the cut
+    assert counters.documents == counters.kept + removed_from(counters)
+    assert counters.removed["read"] == {"the file is damaged (ValueError)": 2, "empty text": 1}

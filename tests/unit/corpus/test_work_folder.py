@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from m6.corpus.counters import Counters
 from m6.corpus.launch import make_corpus
 from m6.corpus.plan import make_plan
 from m6.corpus.recipe import CorpusRecipe
-from m6.corpus.tally import Tally
 from m6.corpus.work import prepare, remove, work_folder
 from m6.errors import UserError
 from tests.fixtures.corpus import built, own, recipe_of, text_of, write_lines
@@ -34,14 +34,14 @@ def test_the_folder_of_a_finished_corpus_stays_while_its_last_job_ends(
     with pytest.raises(UserError, match="jobs 41 have not ended"):
         make_corpus(recipe, "local", 1)
     assert (work.folder / "plan.json").exists()
-    work.mark_done("finish", 0, Tally())  # then nobody needs to ask Slurm
+    work.mark_done("finish", 0, Counters())  # then nobody needs to ask Slurm
     assert make_corpus(recipe, "local", 1).was_built
     assert not work.folder.exists()
 
 
 def test_marks_without_a_plan_are_those_of_another_corpus(recipe: CorpusRecipe):
     work = prepare(work_folder(recipe.out), make_plan(recipe))
-    work.mark_done("finish", 0, Tally())
+    work.mark_done("finish", 0, Counters())
     assert prepare(work.folder, make_plan(recipe)).is_done("finish", 0)
     (work.folder / "plan.json").unlink()
     assert not prepare(work.folder, make_plan(recipe)).is_done("finish", 0)
@@ -49,7 +49,7 @@ def test_marks_without_a_plan_are_those_of_another_corpus(recipe: CorpusRecipe):
 
 def test_the_logs_alone_stay(recipe: CorpusRecipe):
     work = prepare(work_folder(recipe.out), make_plan(recipe))
-    work.mark_done("clean", 0, Tally())
+    work.mark_done("clean", 0, Counters())
     (work.folder / "jobs.json").write_text('{"clean": "41"}')
     (work.folder / "logs" / "clean").mkdir(parents=True)
     remove(work.folder)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from m6.checkpoints.ancestry import keep_initial
+from m6.checkpoints.provenance import keep_initial
 from m6.config.run import load_config
 from m6.evaluation.held_out import describe_overlap, open_held_out
 from m6.runs.data import keep_sources, open_data

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from m6.checkpoints.ancestry import keep_initial
 from m6.checkpoints.format import CheckpointReader, write_manifest
+from m6.checkpoints.provenance import keep_initial
 from m6.checkpoints.tokenizers import keep_tokenizers
 from m6.config.run import load_config
 from m6.data.manifest import Manifest

@@ -12,7 +12,7 @@ import torch
 from m6.config.checks import check_world_size
 from m6.config.run import parse_config
 from moe import MoEConfig, MoELayer
-from moe.payload import CODECS
+from moe.dispatch_dtype import CODECS
 from scripts.experiments.experiment import ResultTable
 from scripts.experiments.large_recipes import miniature as rules
 from scripts.experiments.large_recipes import train
@@ -35,7 +35,7 @@ SCALED = {
     *(f"m6.data.sources.{name}" for name in rules.SOURCES),
     *(
         f"m6.training.{name}"
-        for name in ("total_steps", "ep_size", "activation_checkpointing", "micro_batches_at_once")
+        for name in ("total_steps", "ep_size", "activation_checkpointing", "overlap_micro_batches")
     ),
     *(f"m6.parallel.pipeline.{name}" for name in ("num_ranks", "schedule")),
     "m6.schedule.warmup_steps",
@@ -142,7 +142,7 @@ def test_variants_of_experts_have_as_many_parameters_and_flops(recipe: str):
     [
         ("moe", "capacity_factor", 2.0),
         ("moe", "aux_loss_weight", 0.01),
-        ("moe", "payload", "float8"),
+        ("moe", "dispatch_dtype", "float8"),
         ("schedule", "decay", "constant"),
         ("model", "hidden_dropout", 0.0),
         ("pseudo_to_real", "switch_step", 25000),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from m6.checkpoints.ancestry import keep_initial
 from m6.checkpoints.loading import open_newest_checkpoint
+from m6.checkpoints.provenance import keep_initial
 from m6.config.run import load_config
 from m6.errors import UserError
 from m6.export import export_hf

@@ -13,7 +13,7 @@ from m6.data.collate import MicroBatch
 from m6.model import M6ForConditionalGeneration
 from m6.model.attention import prefix_lm_mask
 from m6.model.outputs import M6Output
-from m6.model.slices import SliceKeys, legal_cuts, nearest_cuts
+from m6.model.slices import SliceKeys, nearest_valid_cuts, valid_cuts
 from m6.model.stages import ModelStage
 from m6.training.engine.slices import slices_of
 from tests.unit.model.conftest import MOE
@@ -40,17 +40,17 @@ def test_legal_cuts_are_those_of_the_mask(rows: list[list[tuple[int, int, int]]]
     types, samples = (torch.tensor(each) for each in zip(*(row_of(row, length) for row in rows), strict=True))
     mask = prefix_lm_mask(types, samples)
     expected = [place for place in range(1, length) if not mask[:, :, :place, place:].any()]
-    assert legal_cuts(types, samples) == expected
+    assert valid_cuts(types, samples) == expected
 
 
 def test_packed_rows_are_cut_between_samples_and_inside_of_targets():
     types, samples = (torch.tensor([each]) for each in row_of([(2, 2, 8), (0, 4, 8)], 24))
-    assert legal_cuts(types, samples) == [*range(4, 13), *range(16, 24)]
+    assert valid_cuts(types, samples) == [*range(4, 13), *range(16, 24)]
 
 
 @given(st.sets(st.integers(1, 29)), st.integers(2, 6))
 def test_cuts_are_the_nearest_legal_ones(legal: set[int], slices: int):
-    cuts = nearest_cuts(sorted(legal), 30, slices)
+    cuts = nearest_valid_cuts(sorted(legal), 30, slices)
     assert cuts == sorted(set(cuts))
     assert set(cuts) <= legal
     for number in range(1, slices):
@@ -140,7 +140,7 @@ def test_slices_have_the_loss_and_the_gradients_of_whole_rows(tiny_model: Any, c
     rows, cuts, changes = CASES[case]
     model = tiny_model(num_layers=3, **changes).train()
     batch = batch_of(rows, 26, model.config.image_token_id)
-    assert set(cuts) <= set(legal_cuts(batch.token_type_ids, batch.sample_ids))
+    assert set(cuts) <= set(valid_cuts(batch.token_type_ids, batch.sample_ids))
     expected = whole_pass(model, batch)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe.collectives import Collectives, Traffic
-from moe.config import Payload
-from moe.payload import BFloat16, Codec, Float8, Identity
+from moe.config import DispatchDtype
+from moe.dispatch_dtype import BFloat16, Codec, Float8, Identity
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def passes(collectives: Collectives, kind: str, rows: Tensor, grad: Tensor) -> t
 
 
 @pytest.mark.parametrize(
-    ("payload", "to_experts", "from_experts"),
+    ("dispatch_dtype", "to_experts", "from_experts"),
     [
         ("same", Identity(), Identity()),
         ("bfloat16", BFloat16(), BFloat16()),
@@ -51,11 +51,11 @@ def passes(collectives: Collectives, kind: str, rows: Tensor, grad: Tensor) -> t
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_formats_of_rows_and_gradients(
-    group: dist.ProcessGroup, payload: Payload, to_experts: Codec, from_experts: Codec, dtype: torch.dtype
+    group: dist.ProcessGroup, dispatch_dtype: DispatchDtype, to_experts: Codec, from_experts: Codec, dtype: torch.dtype
 ) -> None:
     """A gradient goes the other way, so it has the other way's format."""
     torch.manual_seed(0)
-    collectives = Collectives(group, payload)
+    collectives = Collectives(group, dispatch_dtype)
     rows, grad = torch.randn(2, 5, 16).to(dtype)
     for kind in ("to experts", "all-gather", "from experts", "reduce-scatter"):
         there, back = (to_experts, from_experts) if kind in ("to experts", "all-gather") else (from_experts, to_experts)

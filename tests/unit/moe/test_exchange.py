@@ -13,7 +13,7 @@ from torch import Tensor
 from moe import MoEConfig
 from moe.collectives import Traffic
 from moe.dispatch import Exchange, LocalDispatcher, combine
-from moe.exchange import AllToAllExchange, NodeExchange, PrototypeExchange
+from moe.exchange import AllToAllExchange, HierarchicalExchange, PrototypeExchange
 from moe.experts import Experts
 from moe.overlap import OverlappingDispatcher
 from moe.routing import Routing, route
@@ -57,7 +57,7 @@ EXCHANGES: dict[str, Callable[[Loopback], Exchange]] = {
     "all_to_all": AllToAllExchange,
     "prototype": lambda ranks: PrototypeExchange(ranks, LocalDispatcher(), PROTOTYPES // RANKS),
     "equal": lambda ranks: PrototypeExchange(ranks, LocalDispatcher(), PROTOTYPES, equal_tokens=True),
-    "node": lambda ranks: NodeExchange(ranks, LocalDispatcher()),
+    "node": lambda ranks: HierarchicalExchange(ranks, LocalDispatcher()),
 }
 
 

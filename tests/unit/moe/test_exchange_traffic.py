@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from moe import MoEConfig
-from moe.config import Payload
+from moe.config import DispatchDtype
+from moe.dispatch_dtype import CODECS
 from moe.exchange_traffic import exchange_traffic, nodes_of_token
-from moe.payload import CODECS
 from tests.fixtures.moe_reference import every_choice
 
 
@@ -80,8 +80,8 @@ def test_node_limited_routing_sends_a_fifth_over_any_number_of_nodes():
 def test_nodes_that_share_one_prototype():
     """Eight nodes, of which pairs share one of four prototypes: 3 rows to the others, and half of 4 to its partner."""
     config = MoEConfig(num_experts=64, num_prototypes=4, exchange="prototype", ranks_per_node=1)
-    by_prototype, within = exchange_traffic(config, 8, 1, 4, 1)
-    assert by_prototype.rows == 3
+    view_prototypes, within = exchange_traffic(config, 8, 1, 4, 1)
+    assert view_prototypes.rows == 3
     assert within.rows == pytest.approx(4 * 1 / 2)
 
 
@@ -98,10 +98,10 @@ def test_what_does_not_fit_is_refused_as_by_the_exchange():
         exchange_traffic(MoEConfig(num_experts=16), 3, 1, 1, 8)
 
 
-@pytest.mark.parametrize("payload", CODECS)
+@pytest.mark.parametrize("dispatch_dtype", CODECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bytes_of_a_row_are_those_of_its_encoding(payload: Payload, dtype: torch.dtype):
+def test_the_bytes_of_a_row_are_those_of_its_encoding(dispatch_dtype: DispatchDtype, dtype: torch.dtype):
     rows = torch.randn(3, 24, dtype=dtype)
-    for codec in CODECS[payload]:
+    for codec in CODECS[dispatch_dtype]:
         encoded = codec.encode(rows)
         assert codec.row_bytes(24, dtype.itemsize) * 3 == encoded.numel() * encoded.element_size()

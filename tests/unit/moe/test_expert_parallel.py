@@ -122,7 +122,7 @@ def test_auto_never_moves_more_rows_than_another_exchange() -> None:
         ("ep_size 6 and ranks_per_node 4: one must be a multiple of the other", 6, {"ranks_per_node": 4}),
         ('exchange is "prototype", but num_prototypes is 1', 2, {"exchange": "prototype"}),
         ("exchange is 'both'; expected \"auto\"", 2, {"exchange": "both"}),
-        ("payload is 'int8'; expected \"same\"", 2, {"payload": "int8"}),
+        ("dispatch_dtype is 'int8'; expected \"same\"", 2, {"dispatch_dtype": "int8"}),
         ("ranks_per_node is 0; expected at least 1", 2, {"ranks_per_node": 0}),
     ],
 )

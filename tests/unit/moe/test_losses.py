@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 import torch
 
-from moe import MoEConfig, MoELayer, TokenPart, TokenParts
+from moe import MoEConfig, MoELayer, SequenceSlice, SequenceSlices
 from moe.losses import Sequences, load_balancing_losses
 from moe.routing import route
 from tests.distributed.spawn import run_distributed
@@ -60,11 +60,11 @@ def test_parts_of_tokens_have_the_losses_of_all(
 
     expected = route(logits, config, True, sequences=sequences(numbers))[1].mean
     (gradient,) = torch.autograd.grad(expected, logits)
-    whole = TokenParts(20, 3)
+    whole = SequenceSlices(20, 3)
     parts = [(part, sequences(own)) for part, own in zip(logits.split(sizes), numbers.split(sizes), strict=True)]
 
     def loss(number: int) -> torch.Tensor:
-        return route(parts[number][0], config, True, None, TokenPart(whole, number), parts[number][1])[1].mean
+        return route(parts[number][0], config, True, None, SequenceSlice(whole, number), parts[number][1])[1].mean
 
     losses = [loss(number) for number in range(4)]
     torch.testing.assert_close(sum(losses), expected, rtol=1e-12, atol=1e-12)

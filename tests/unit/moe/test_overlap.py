@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe.dispatch import Trip
+from moe.dispatch import StagedForward
 from moe.overlap import OverlappingDispatcher, steps
 from moe.routing import Routing
 
@@ -18,11 +18,11 @@ def test_two_parts_with_one_hop():
 def test_every_part_overlaps_with_the_experts_of_its_neighbours(num_parts: int, num_hops: int):
     order = list(steps(num_parts, num_hops))
     at = {step: number for number, step in enumerate(order)}
-    assert len(at) == len(order) == num_parts * (2 * num_hops + 2)  # each stage once, and what is beside them
+    assert len(at) == len(order) == num_parts * (2 * num_hops + 2)  # each stage once, and the concurrent branch
     for part in range(num_parts):
-        trip = [at[part, stage] for stage in range(2 * num_hops + 1)]
-        assert trip == sorted(trip)
-        if part:  # on its way while the experts compute the part before; that one goes back beside this one's experts
+        staged = [at[part, stage] for stage in range(2 * num_hops + 1)]
+        assert staged == sorted(staged)
+        if part:  # in flight while the experts compute the part before, which goes back during this part's experts
             assert at[part, 0] < at[part - 1, num_hops] < at[part, 1]
             assert at[part - 1, 2 * num_hops - 1] < at[part, num_hops] < at[part - 1, 2 * num_hops]
 
@@ -32,7 +32,7 @@ def test_the_output_is_put_together_in_the_order_of_the_tokens(num_tokens: int, 
     class Identity:
         num_hops, traffic = 1, None
 
-        def trip(self, tokens: torch.Tensor, routing: Routing, experts: None) -> Trip:
+        def staged_forward(self, tokens: torch.Tensor, routing: Routing, experts: None) -> StagedForward:
             assert len(routing.tokens) == len(tokens)
             yield
             yield
@@ -40,7 +40,7 @@ def test_the_output_is_put_together_in_the_order_of_the_tokens(num_tokens: int, 
 
     tokens = torch.randn(num_tokens, 4)
     routing = Routing(torch.arange(num_tokens), torch.ones(num_tokens), torch.tensor([num_tokens, 0]))
-    output = OverlappingDispatcher(Identity(), num_parts)(tokens, routing, None, beside=lambda part: 2 * part)
+    output = OverlappingDispatcher(Identity(), num_parts)(tokens, routing, None, concurrent=lambda part: 2 * part)
     assert torch.equal(output, 3 * tokens)
 
 
@@ -54,20 +54,20 @@ def test_a_trip_pauses_for_the_outermost_exchange_alone(num_hops: int):
         def __init__(self) -> None:
             self.num_hops = num_hops
 
-        def trip(self, tokens: torch.Tensor, routing: Routing, experts: None) -> Trip:
+        def staged_forward(self, tokens: torch.Tensor, routing: Routing, experts: None) -> StagedForward:
             for stage in range(2 * num_hops):
                 stages.append(stage)
                 yield
             return tokens
 
     tokens, routing = torch.ones(3, 4), Routing(torch.arange(3), torch.ones(3), torch.tensor([3, 0]))
-    trip = OverlappingDispatcher(Counted()).trip(tokens, routing, None)
-    next(trip)
+    staged = OverlappingDispatcher(Counted()).staged_forward(tokens, routing, None)
+    next(staged)
     assert stages == [0], "on the way to other nodes"
-    next(trip)
+    next(staged)
     assert stages == list(range(2 * num_hops)), "on the way back from them"
     with pytest.raises(StopIteration) as end:
-        next(trip)
+        next(staged)
     assert torch.equal(end.value.value, tokens)
     with pytest.raises(ValueError, match="overlap_parts is 2; expected 1"):
-        next(OverlappingDispatcher(Counted(), num_parts=2).trip(tokens, routing, None))
+        next(OverlappingDispatcher(Counted(), num_parts=2).staged_forward(tokens, routing, None))

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe import MoEConfig, MoELayer
 from moe.layer import MoEOutput
-from moe.routing import Router, WideLinear, divide, part_sizes, route
+from moe.routing import Fp32RouterLinear, Router, divide, part_sizes, route
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -84,7 +84,7 @@ def test_second_derivatives() -> None:
     inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 4), (3, 4))]
     noise = torch.rand(5, 4, dtype=torch.float64)
     for each in (noise, None):
-        function = lambda x, w, each=each: WideLinear.apply(x, w, each, torch.float64)  # noqa: E731
+        function = lambda x, w, each=each: Fp32RouterLinear.apply(x, w, each, torch.float64)  # noqa: E731
         assert torch.autograd.gradcheck(function, inputs)
         assert torch.autograd.gradgradcheck(function, inputs)
 

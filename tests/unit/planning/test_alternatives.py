@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from m6.architecture.received import received_by_attention, received_by_feed_forward
+from m6.architecture.communication_volume import volume_of_attention, volume_of_feed_forward
 from m6.config.run import RunConfig, load_config, parse_config
 from m6.errors import UserError
 from m6.formatting import format_gb
@@ -126,15 +126,15 @@ def test_shares_of_tensor_groups_with_experts(fast: int, slow: int, ep_size: int
     plain = ParallelLayout(fast + slow, ep_size, tp_size, zero_stage=1, micro_batch_size=1)
     one, other = (sum(subject.time._on(nodes)._passes(plain).values()) for nodes in subject.cluster.nodes)
     of_ranks, size = [one] * fast + [other] * slow, math.lcm(ep_size, tp_size)
-    of_groups = [max(of_ranks[first : first + size]) for first in range(0, fast + slow, size)]
+    gather_groups = [max(of_ranks[first : first + size]) for first in range(0, fast + slow, size)]
     most = rows * tp_size // size  # micro-batches of a rank if only its group computed
-    some = itertools.product(range(1, most), repeat=len(of_groups) - 1)
+    some = itertools.product(range(1, most), repeat=len(gather_groups) - 1)
     ways = [(*each, most - sum(each)) for each in some if sum(each) < most] or [(most,)]
-    best = min(max(map(operator.mul, way, of_groups)) for way in ways)
+    best = min(max(map(operator.mul, way, gather_groups)) for way in ways)
     found = subject.time.balanced(plain)
     shares = [share for share in found.batch_split().shares(rows) for _ in range(tp_size)]
     assert max(map(operator.mul, shares, of_ranks)) == pytest.approx(best)
-    assert bool(found.shares) == (len(set(of_groups)) > 1)
+    assert bool(found.shares) == (len(set(gather_groups)) > 1)
 
 
 def test_a_forced_size_that_divides_nothing_is_refused_on_mixed_devices():
@@ -238,7 +238,7 @@ def test_search_is_brute_force(world: int, rows: int, memory: float):
     assert any(plan.layout.tp_size > 1 for plan in expected)
     assert found.plans[0].time.total == expected[0].time.total
     assert len(subject.search(1 << 30).plans) == len(expected)
-    assert found.visited == sum(found.tally.values()), "every layout has a reason"
+    assert found.visited == sum(found.counters.values()), "every layout has a reason"
 
 
 def test_a_plan_goes_into_the_json_and_back():
@@ -264,14 +264,14 @@ def test_prices_are_those_of_the_counted_elements(placement: Any, ranks: int, ch
 
     layout = ParallelLayout(ranks, tp_size=ranks, placement=placement, checkpointing=checkpointing)
     found = tensor_block_s(layout, tokens, hidden, inner, 1, nodes, ring)
-    counted = received_by_attention(ranks, tokens, hidden)
-    counted += received_by_feed_forward(placement, ranks, tokens, hidden, inner)
+    counted = volume_of_attention(ranks, tokens, hidden)
+    counted += volume_of_feed_forward(placement, ranks, tokens, hidden, inner)
     if checkpointing:
         assert counted < found <= 1.5 * counted  # the forward pass again
     else:
         assert found == pytest.approx(counted, rel=1e-12)
         # In a layer of experts a rank gathers the tokens' outputs, and in the backward pass their gradients.
-        of_experts = received_by_attention(ranks, tokens, hidden) + 2 * tokens * hidden * (ranks - 1) / ranks
+        of_experts = volume_of_attention(ranks, tokens, hidden) + 2 * tokens * hidden * (ranks - 1) / ranks
         found = tensor_block_s(layout, tokens, hidden, inner, 1, nodes, ring, num_shared=0)
         assert found == pytest.approx(of_experts, rel=1e-12)
 

@@ -111,7 +111,7 @@ def price(ep_size: int = 8, **settings: Any) -> RoutingTimes:
 
 
 def run(**moe: Any) -> RunConfig:
-    changes = {"capacity_rule": '"k"', "payload": '"same"', **moe}
+    changes = {"capacity_rule": '"k"', "dispatch_dtype": '"same"', **moe}
     settings = ["m6.data.sequence_length=512", *(f"m6.moe.{key}={value}" for key, value in changes.items())]
     return load_config(Path("m6t_100b"), tuple(settings))
 
@@ -134,7 +134,7 @@ def test_long_experts_hide_all_but_the_first_and_the_last_part():
 def test_experts_hide_no_more_than_they_take():
     exposed = price()(ROUTED, 1.0, 0.0, 3).exposed
     short = price(overlap_parts=2)(ROUTED, exposed / 100, 0.0, 3)
-    # Each half computes beside an exchange of the other, in the backward pass twice as long.
+    # Each half computes concurrent an exchange of the other, in the backward pass twice as long.
     assert short.hidden == pytest.approx(3 * exposed / 100)
     assert price()(ROUTED, 1.0, exposed, 3).hidden > 0  # shared experts
 
@@ -148,18 +148,18 @@ def test_recomputation_is_one_more_forward_pass():
 def test_turns_hide_less_where_they_end_with_each_layer():
     """With one layer recomputation is one more forward pass; with more, each layer exposes a beginning and an end."""
     one, layers = ((ROUTED, 1e-2, 1e-2, number, 2) for number in (1, 6))
-    whole, apart = price().in_turns(*one), price().in_turns_of_layers(*one)
+    whole, apart = price().interleaved_s(*one), price().interleaved_layers_s(*one)
     forward = apart.exposed - whole.exposed
     assert 0 < forward < whole.exposed
-    assert price().in_turns_of_layers(*layers).exposed == pytest.approx(6 * apart.exposed)
-    assert price().in_turns(*layers).exposed < 6 * whole.exposed / 2
+    assert price().interleaved_layers_s(*layers).exposed == pytest.approx(6 * apart.exposed)
+    assert price().interleaved_s(*layers).exposed < 6 * whole.exposed / 2
 
 
 def test_gradients_that_may_wait_hide_exchanges():
-    """Where a pass computes longer beside than its exchange takes, and experts shorter."""
+    """Where a pass computes longer concurrent than its exchange takes, and experts shorter."""
     exchange = price()(ROUTED, 0.0, 0.0, 3).exposed / 6  # of one way
     sizes = (ROUTED, exchange / 4, 0.75 * exchange, 6, 2)
-    at_once, deferred = (price().in_turns(*sizes, deferred=share * exchange) for share in (0.0, 0.5))
+    at_once, deferred = (price().interleaved_s(*sizes, deferred=share * exchange) for share in (0.0, 0.5))
     assert deferred.exposed < at_once.exposed
     assert deferred.exposed + deferred.hidden == pytest.approx(at_once.exposed + at_once.hidden)
 
@@ -207,7 +207,7 @@ def test_the_faster_exchange_with_checkpointing_is_found_beside_that_without():
     """In one search: with checkpointing, turns hide less of an exchange, and the one between nodes first wins."""
     subject = planner("m6t_100b", "a100_80g_x128")
     layouts = [
-        ParallelLayout(128, 64, zero_stage=1, micro_batch_size=4, checkpointing=checkpointing, micro_batches_at_once=2)
+        ParallelLayout(128, 64, zero_stage=1, micro_batch_size=4, checkpointing=checkpointing, overlap_micro_batches=2)
         for checkpointing in (False, True)
     ]
     assert [subject.time.exchange.faster(layout).ranks_per_node for layout in layouts] == [0, 8]

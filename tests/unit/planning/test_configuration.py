@@ -31,7 +31,7 @@ def test_layout_survives_the_journey_through_json():
 def test_a_layout_splits_a_batch_as_its_json(tmp_path, ep_size: int, tp_size: int, at_once: int):
     """Exchanges of 3 ranks overlap tensor groups of 2, so that ranks of 3 groups need equal shares."""
     layout = ParallelLayout(
-        24, ep_size, tp_size, zero_stage=1, micro_batch_size=2, micro_batches_at_once=at_once, shares=(3, 5)
+        24, ep_size, tp_size, zero_stage=1, micro_batch_size=2, overlap_micro_batches=at_once, shares=(3, 5)
     )
     rows = 2 * 4 * at_once * layout.dp_size
     layout = replace(layout, shares=(3 * at_once, 5 * at_once))

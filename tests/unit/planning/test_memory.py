@@ -232,7 +232,7 @@ def test_partial_sums_of_any_world_are_those_of_an_engine(folder):
 def test_own_sums_of_several_ranks_are_those_of_an_engine(folder):
     documents = {f"any_world {n}": tiny_document(folder, train_batch_size=4 * n, **ANY_WORLD) for n in (1, 4, 6)}
     documents["any_world, turns"] = tiny_document(
-        folder, train_batch_size=16, m6__training__ep_size=2, m6__training__micro_batches_at_once=2, **ANY_WORLD
+        folder, train_batch_size=16, m6__training__ep_size=2, m6__training__overlap_micro_batches=2, **ANY_WORLD
     )
     for name, settings in {
         "top_k": {"density": 0.01},

@@ -99,7 +99,7 @@ def test_pipelines_without_a_flush_are_those_of_brute_force(cluster: Cluster, ro
         assert plan.footprint.peak > flushed.memory(plan.layout).peak
     assert best.time.bubble < flushed.time(best.layout).bubble * (1.01 if interval == 1 else 0.2)
     written = parse_config(configure(config, best.layout))
-    assert written.is_flushless
+    assert written.is_asynchronous
     assert layout_of(written, cluster.num_devices) == best.layout
 
 
@@ -116,7 +116,7 @@ def test_no_pipeline_is_planned_that_gradients_one_step_late_do_not_allow():
     assert pipelines
     for layout in pipelines:
         assert layout.schedule == "1f1b"
-        assert parse_config(configure(store, layout)).is_flushless
+        assert parse_config(configure(store, layout)).is_asynchronous
 
 
 @pytest.mark.parametrize("num_groups", [1, 3, 5])

@@ -31,7 +31,7 @@ def test_search_is_brute_force(world: int, rows: int, memory: float):
     for ours, theirs in zip(found.plans[:5], expected, strict=False):
         assert ours.time.total == pytest.approx(theirs.time.total, rel=1e-12)
     assert len(subject.search(1 << 30).plans) == len(expected)
-    assert found.visited == sum(found.tally.values()), "every layout has a reason"
+    assert found.visited == sum(found.counters.values()), "every layout has a reason"
 
 
 def test_ties_go_to_the_simpler_layout():
@@ -84,7 +84,7 @@ def test_the_work_of_a_512_gpu_search():
     """Counted in layouts, not in seconds: the cheap checks reject nearly all of them."""
     result = training_stages(planner("m6_10t", "v100_32g_x512"))[0].search()
     assert result.visited < 200_000
-    assert result.tally["priced"] + result.tally.get("device memory", 0) < 2_000
+    assert result.counters["priced"] + result.counters.get("device memory", 0) < 2_000
 
 
 def test_forced_layouts():

@@ -18,7 +18,7 @@ from m6.planning.cost.folding import fold
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.schedules import StageSeconds, most_under_way, run_clock
 from m6.planning.cost.work import work_of
-from m6.training.engine.sliced_pipeline import thinned
+from m6.training.engine.sliced_pipeline import subsample
 from m6.training.engine.slices import SliceChoice, slice_tokens, slice_work
 from m6.training.pass_orders import orders_of, sliced_orders
 from m6.training.sizes import BatchShape
@@ -159,9 +159,9 @@ def test_rows_are_cut_automatically_where_it_pays(tmp_path: Path):
 def test_thinned_cuts_are_spread():
     cuts = list(range(10, 80, 10))
     for number in range(8):
-        found = thinned(cuts, number)
+        found = subsample(cuts, number)
         assert len(found) == len(set(found)) == number
         assert set(found) <= set(cuts)
-    assert thinned(cuts, 7) == cuts
-    assert thinned(cuts, 1) == [40]
-    assert thinned(cuts, 3) == [20, 40, 60]
+    assert subsample(cuts, 7) == cuts
+    assert subsample(cuts, 1) == [40]
+    assert subsample(cuts, 3) == [20, 40, 60]

@@ -37,7 +37,7 @@ def test_each_stage_has_its_own_layout_where_the_run_may_change_it():
     alone = [stage.search().best.layout for stage in found]
     assert [(own.ep_size, own.offload_optimizer) for own in alone] == [(16, False), (16, True)]
     # By itself the Pseudo stage would hide an exchange between nodes, in micro-batches too small for the Real one.
-    assert (alone[0].micro_batches_at_once, alone[0].micro_batch_size) == (2, pseudo.micro_batch_size // 2)
+    assert (alone[0].overlap_micro_batches, alone[0].micro_batch_size) == (2, pseudo.micro_batch_size // 2)
 
 
 @pytest.mark.parametrize("switch_step", [1000, 45_000])

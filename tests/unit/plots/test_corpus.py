@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from m6.corpus.tally import Tally
+from m6.corpus.counters import Counters
 from m6.plots.corpus import _funnel
 from scripts.benchmarks.photographs import ALTERATIONS
 from tests.fixtures.command import m6, user_error
@@ -44,8 +44,8 @@ def test_the_page_shows_counts_and_examples(tmp_path: Path):
 
 def test_the_reasons_of_all_stages_are_in_the_table():
     stages = ("read", "matching", "a new stage")
-    tally = Tally(documents=4, kept=1, removed={stage: Counter({"because": 1}) for stage in stages})
-    table = _funnel({"web": tally})
+    counters = Counters(documents=4, kept=1, removed={stage: Counter({"because": 1}) for stage in stages})
+    table = _funnel({"web": counters})
     assert all(f"| - {stage}: because | 1 |" in table for stage in stages)
 
 

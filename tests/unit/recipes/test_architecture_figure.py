@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.fixtures.pages import ROOT, blocks
 
-BASE = {"colours", "decoding", "errors", "files", "fonts", "formatting", "lock", "shipped", "validation"}
+BASE = {"colours", "decoding", "errors", "files", "fonts", "formatting", "lock", "renamed", "shipped", "validation"}
 LIBRARIES = ("moe", "offload", "native")
 
 

@@ -34,7 +34,7 @@ def test_every_rank_has_a_place_of_its_own(world: list[ParallelDims]):
         place = (dims.pp_rank, dims.dp_rank, dims.tp_rank)
         assert by_coordinates[place] == dims.rank
         assert dims.model_rank == by_coordinates[:, dims.dp_rank].flatten().tolist().index(dims.rank)
-        assert dims.reads_first == (dims.rank in by_coordinates[0, :, 0])
+        assert dims.is_data_leader == (dims.rank in by_coordinates[0, :, 0])
         for pp_rank in range(dims.pp):
             assert dims.rank_of_stage(pp_rank) == by_coordinates[pp_rank, dims.dp_rank, dims.tp_rank]
         part, place_in_part = dims.part(dims.ep)

@@ -14,7 +14,7 @@ from m6.errors import UserError
 from m6.model.parameters import matrices_of_blocks
 from m6.runs.processes import start
 from m6.training.engine.build import build_engine, build_model
-from m6.training.engine.muon import MatrixKind, Muon, Run, layout_of_partition
+from m6.training.engine.muon import MatrixKind, Muon, MuonShard, layout_of_partition
 from m6.training.engine.optimizer import build_optimizer
 from offload.optimizer.orthogonal import orthogonal
 from tests.fixtures.tiny_run import tiny_document
@@ -187,7 +187,7 @@ RUNS = st.lists(
 def test_partitions_cover_every_matrix_once(parts: list[tuple[int, int, int, int]], ranks: int, padding: int):
     runs, start = [], 0
     for gap, count, rows, columns in parts:
-        runs.append(Run(start + gap, count, MatrixKind((rows, columns))))
+        runs.append(MuonShard(start + gap, count, MatrixKind((rows, columns))))
         start += gap + count * rows * columns
     expected = {element: first for run in runs for element, first in elements(run, 0)}
     size = -(-(start + padding) // ranks)
@@ -209,7 +209,7 @@ def test_partitions_cover_every_matrix_once(parts: list[tuple[int, int, int, int
     assert len(found) == len(expected)
 
 
-def elements(run: Run, offset: int) -> list[tuple[int, int]]:
+def elements(run: MuonShard, offset: int) -> list[tuple[int, int]]:
     numel = run.kind.numel
     firsts = (offset + run.start + number * numel for number in range(run.count))
     return [(first + element, first) for first in firsts for element in range(numel)]

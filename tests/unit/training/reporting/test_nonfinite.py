@@ -14,8 +14,8 @@ from m6.checkpoints.discovery import complete_checkpoints
 from m6.config.run import parse_config
 from m6.data.collate import MicroBatch
 from m6.errors import UserError
-from m6.training.engine import flushless_pipeline
-from m6.training.engine.flushless_pipeline import FlushlessPipelineEngine
+from m6.training.engine import async_pipeline
+from m6.training.engine.async_pipeline import AsyncPipelineEngine
 from m6.training.loop import Trainer, pretrain
 from m6.training.reporting.sums import StepOutcome
 from tests.fixtures.tiny_run import tiny_document
@@ -181,11 +181,11 @@ def test_contexts_end_with_an_error(make_trainer: Callable[..., Trainer]):
     assert delayed.engine.module.training
     weights = {parameter: torch.zeros_like(parameter) for parameter in delayed.engine.module.parameters()}
     before = [parameter.data_ptr() for parameter in weights]
-    with pytest.raises(KeyError), flushless_pipeline._in_parameters(weights):
+    with pytest.raises(KeyError), async_pipeline._in_parameters(weights):
         raise KeyError
     assert [parameter.data_ptr() for parameter in weights] == before
     for parameter in weights:
         parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(KeyError), FlushlessPipelineEngine._set_aside(SimpleNamespace(_trained=list(weights))):
+    with pytest.raises(KeyError), AsyncPipelineEngine._set_aside(SimpleNamespace(_trained=list(weights))):
         raise KeyError
     assert all(parameter.grad is not None for parameter in weights)

@@ -74,7 +74,7 @@ def test_the_commands_of_both_jobs(folder: Path, tmp_path: Path):
     over = f"the Pseudo stage of {run} is over at step {SWITCH}: the JSON of the Real stage goes on"
 
     def pretrain(config: Path, is_over: bool) -> str:
-        with mock.patch("m6.cli.main.tell_job") as told:  # writes to the folder of a Slurm job's attempt
+        with mock.patch("m6.cli.main.report_to_job") as told:  # writes to the folder of a Slurm job's attempt
             outcome = m6("pretrain", config, "--run-dir", run)
         assert outcome.code == 0, outcome.stderr
         assert told.mock_calls == [mock.call(over, "over")] * is_over

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from moe.overlap_clock import Operation, Span, operations, span, span_of_turns, turns
+from moe.overlap_simulator import Operation, Span, operations, span, span_of_turns, turns
 
 
 def test_nothing_is_hidden_without_parts():
@@ -33,13 +33,13 @@ def test_four_parts_expose_a_quarter():
 
 
 def test_shared_experts_hide_the_first_and_the_last_exchange():
-    # beside 0-1 with there 0-1, 1-2; experts 1-5, 5-9; back 5-6, 9-10 with beside 9-10
-    assert span([1.0], 4.0, [1.0], num_parts=2, beside=1.0).exposed == 0.0
-    assert span([2.0], 4.0, [1.0], beside=0.5).exposed == 2.5
+    # concurrent 0-1 with there 0-1, 1-2; experts 1-5, 5-9; back 5-6, 9-10 with concurrent 9-10
+    assert span([1.0], 4.0, [1.0], num_parts=2, concurrent=1.0).exposed == 0.0
+    assert span([2.0], 4.0, [1.0], concurrent=0.5).exposed == 2.5
 
 
 def test_between_nodes_first():
-    # Part 0: there 0-2 and 2-3, experts 3-7. Part 1: there 3-5 beside them and 7-8.
+    # Part 0: there 0-2 and 2-3, experts 3-7. Part 1: there 3-5 during them and 7-8.
     # Part 0 back: 8-9 inside, 9-11 between; the experts of part 1: 9-13; back: 13-14, 14-16.
     found = span([2.0, 1.0], 4.0, [1.0, 2.0], num_parts=2)
     assert found == Span(16.0, 8.0, 12.0)
@@ -57,7 +57,7 @@ def test_the_backward_pass_is_mirrored(num_parts: int, num_hops: int):
         for kind, part, hop in order:
             if kind == "wait":
                 assert position[("start", part, hop)] < position[("wait", part, hop)]
-    computations = [[each for each in order if each.kind in ("experts", "beside")] for order in (forward, backward)]
+    computations = [[each for each in order if each.kind in ("experts", "concurrent")] for order in (forward, backward)]
     assert computations[0] == computations[1][::-1]
 
 
@@ -68,9 +68,9 @@ def test_the_backward_pass_of_two_halves():
 
 # Two passes through two layers, with one hop: "B" is computed while the tokens of "A" are on their way.
 TURNS = """
-deferred A, beside A, start A, deferred B, beside B, start B,
+deferred A, concurrent A, start A, deferred B, concurrent B, start B,
 wait A, experts A, start A, deferred A, wait B, experts B, start B, deferred B,
-wait A, beside A, start A, wait B, beside B, start B,
+wait A, concurrent A, start A, wait B, concurrent B, start B,
 wait A, experts A, start A, wait B, experts B, start B,
 wait A, wait B
 """
@@ -96,9 +96,9 @@ def test_inner_hops_do_not_interrupt_a_pass():
 
 
 def test_turns_on_a_slow_and_on_a_fast_network():
-    # A: beside 0-1, there 1-3. B: beside 1-2, there 3-5. A: experts 3-4, back 5-7. B: experts 5-6, back 7-9.
+    # A: concurrent 0-1, there 1-3. B: concurrent 1-2, there 3-5. A: experts 3-4, back 5-7. B: experts 5-6, back 7-9.
     assert span_of_turns([2.0], 1.0, [2.0], 2, 1, 1.0) == Span(9.0, 4.0, 8.0)
-    # All of A's exchanges are beside B: what is exposed is the way of B back.
+    # All of A's exchanges overlap with B: what is exposed is the way of B back.
     assert span_of_turns([0.5], 1.0, [0.5], 2, 1, 1.0) == Span(4.5, 4.0, 2.0)
     assert span_of_turns([0.5], 1.0, [0.5], 2, 10, 1.0).exposed == 0.5
     one_by_one = span_of_turns([0.5], 1.0, [0.5], 1, 10, 1.0)
@@ -106,19 +106,19 @@ def test_turns_on_a_slow_and_on_a_fast_network():
 
 
 def test_deferred_gradients_are_computed_while_others_are_on_their_way():
-    # Of layer 1. B: back 0-2, experts 2-3, there 4-6. A: back 2-4, experts 4-5, there 6-8. B: beside but for the
-    # deferred 6-8, back of layer 0 8-10. A: beside 8-10, back 10-12. B: deferred 10-11, experts 11-12, there 12-14. A:
-    # deferred 12-13, experts 13-14, there 14-16. Of layer 0. B: beside 14-16, deferred 16-17. A: beside 17-19,
-    # deferred 19-20.
+    # Of layer 1. B: back 0-2, experts 2-3, there 4-6. A: back 2-4, experts 4-5, there 6-8. B: concurrent but for the
+    # deferred 6-8, back of layer 0 8-10. A: concurrent 8-10, back 10-12. B: deferred 10-11, experts 11-12, there
+    # 12-14. A: deferred 12-13, experts 13-14, there 14-16. Of layer 0. B: concurrent 14-16, deferred 16-17. A:
+    # concurrent 17-19, deferred 19-20.
     layers = ([2.0], 1.0, [2.0], 2, 2, 3.0)
     assert span_of_turns(*layers, backward=True, deferred=1.0) == Span(20.0, 16.0, 16.0)
-    # At once, A's beside takes from 9 to 12, and B's experts, whose gradients are there at 11, begin at 12.
+    # At once, A's concurrent branch takes from 9 to 12, and B's experts, whose gradients are there at 11, begin at 12.
     assert span_of_turns(*layers, backward=True) == Span(22.0, 16.0, 16.0)
 
 
 def test_hops_inside_of_a_node_do_not_wait_for_the_network():
-    # A: beside 0-1, between nodes 1-5. B: beside 1-2, between nodes 5-9. A: inside 5-6, experts 6-7, back inside 7-8,
-    # between nodes 9-13. B: inside 9-10, experts 10-11, back 11-12 and 13-17.
+    # A: concurrent 0-1, between nodes 1-5. B: concurrent 1-2, between nodes 5-9. A: inside 5-6, experts 6-7, back
+    # inside 7-8, between nodes 9-13. B: inside 9-10, experts 10-11, back 11-12 and 13-17.
     hops = ([4.0, 1.0], 1.0, [1.0, 4.0], 2, 1, 1.0)
     assert span_of_turns(*hops, links=[1, 0]) == Span(17.0, 4.0, 20.0)
     # On one link A: inside 9-10, experts 10-11, back 11-12 and 12-16. B: inside 16-17, experts 17-18, back 18-23.

@@ -13,7 +13,7 @@ class Operation(NamedTuple):
     """One operation of a rank.
 
     Attributes:
-        kind: "start" starts an exchange and "wait" waits for it. "experts" computes routed experts and "beside" the
+        kind: "start" starts an exchange and "wait" waits for it. "experts" computes routed experts and "concurrent" the
             concurrent branch. "deferred" computes deferred weight gradients; in the forward pass it only marks their
             position.
         part: the part of the tokens, or the pass.
@@ -21,7 +21,7 @@ class Operation(NamedTuple):
             layers); otherwise 0.
     """
 
-    kind: Literal["start", "wait", "experts", "beside", "deferred"]
+    kind: Literal["start", "wait", "experts", "concurrent", "deferred"]
     part: int
     hop: int = 0
 
@@ -58,7 +58,7 @@ def operations(num_parts: int, num_hops: int, backward: bool = False) -> Iterato
         return
     for part, stage in steps(num_parts, num_hops):
         if stage is None:
-            yield Operation("beside", part)
+            yield Operation("concurrent", part)
             continue
         if stage > 0:
             yield Operation("wait", part, stage - 1)
@@ -72,7 +72,7 @@ def turns(num_passes: int, num_layers: int, num_hops: int, backward: bool = Fals
     """Yields the operations of interleaved passes through all layers. A pass runs until its tokens are in flight, then
     the next pass runs.
 
-    The inner hops (exchanges inside a node) do not interrupt a pass. "beside" stands for all computation of a layer
+    The inner hops (exchanges inside a node) do not interrupt a pass. "concurrent" stands for all computation of a layer
     except its experts; it comes before the layer's exchange. A layer's "deferred" gradients are computed while the
     gradients of its inputs are in flight to the experts of the previous layer, immediately before the wait for this
     exchange. In the first layer they come after the rest of the layer.
@@ -99,7 +99,7 @@ def turns(num_passes: int, num_layers: int, num_hops: int, backward: bool = Fals
             else:
                 yield Operation("deferred", number)
             if layer < num_layers:
-                yield Operation("beside", number)
+                yield Operation("concurrent", number)
                 yield Operation("start", number, first)
 
 
@@ -114,7 +114,7 @@ def span(
     experts: float,
     back: Sequence[float],
     num_parts: int = 1,
-    beside: float = 0.0,
+    concurrent: float = 0.0,
     backward: bool = False,
     links: Sequence[int] | None = None,
 ) -> Span:
@@ -126,14 +126,14 @@ def span(
         experts: seconds of the experts for one part.
         back: seconds of one part's combine exchanges, in order; in the backward pass of the gradients through them.
         num_parts: the number of equal parts.
-        beside: seconds of the concurrent branch of one part, such as shared experts.
+        concurrent: seconds of the concurrent branch of one part, such as shared experts.
         backward: whether this is a backward pass.
         links: the number of each dispatch hop's link, such as the network between nodes or the links inside a node; the
             combine uses the same links. None: all hops share one link.
     """
     hops = _hops(there, back, links)
-    now = _clock(operations(num_parts, len(there), backward), hops, experts, beside)
-    return Span(now, num_parts * (experts + beside), num_parts * (sum(there) + sum(back)))
+    now = _clock(operations(num_parts, len(there), backward), hops, experts, concurrent)
+    return Span(now, num_parts * (experts + concurrent), num_parts * (sum(there) + sum(back)))
 
 
 def span_of_turns(
@@ -142,7 +142,7 @@ def span_of_turns(
     back: Sequence[float],
     num_passes: int,
     num_layers: int,
-    beside: float,
+    concurrent: float,
     backward: bool = False,
     links: Sequence[int] | None = None,
     deferred: float = 0.0,
@@ -150,17 +150,17 @@ def span_of_turns(
     """Simulates interleaved passes. Seconds are of one layer and pass; the other arguments are as for ``span``.
 
     Args:
-        deferred: the part of ``beside`` for deferred weight gradients; 0 in the forward pass.
+        deferred: the part of ``concurrent`` for deferred weight gradients; 0 in the forward pass.
 
     Raises:
-        ValueError: ``deferred`` is more than ``beside``.
+        ValueError: ``deferred`` is more than ``concurrent``.
     """
-    if deferred > beside:
-        raise ValueError(f"deferred is {deferred} of the {beside} seconds that are computed beside")
+    if deferred > concurrent:
+        raise ValueError(f"deferred is {deferred} of the {concurrent} seconds of concurrent computation")
     hops = _hops(there, back, links)
-    now = _clock(turns(num_passes, num_layers, len(there), backward), hops, experts, beside - deferred, deferred)
+    now = _clock(turns(num_passes, num_layers, len(there), backward), hops, experts, concurrent - deferred, deferred)
     times = num_passes * num_layers
-    return Span(now, times * (experts + beside), times * (sum(there) + sum(back)))
+    return Span(now, times * (experts + concurrent), times * (sum(there) + sum(back)))
 
 
 def _hops(there: Sequence[float], back: Sequence[float], links: Sequence[int] | None) -> list[tuple[float, int]]:
@@ -170,10 +170,14 @@ def _hops(there: Sequence[float], back: Sequence[float], links: Sequence[int] | 
 
 
 def _clock(
-    order: Iterable[Operation], hops: Sequence[tuple[float, int]], experts: float, beside: float, deferred: float = 0.0
+    order: Iterable[Operation],
+    hops: Sequence[tuple[float, int]],
+    experts: float,
+    concurrent: float,
+    deferred: float = 0.0,
 ) -> float:
     """Returns the end of all operations of a rank, in seconds from the start."""
-    seconds, now = {"experts": experts, "beside": beside, "deferred": deferred}, 0.0
+    seconds, now = {"experts": experts, "concurrent": concurrent, "deferred": deferred}, 0.0
     free: dict[int, float] = {}
     ends: dict[tuple[int, int], float] = {}
     for kind, part, hop in order:

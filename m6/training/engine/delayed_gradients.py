@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-class LateGradients:
+class DelayedGradients:
     """The stored gradients of the last step, to be used at the end of the next step.
 
     Step t computes with W(t-1). This needs no second copy of the weights, because the gradient between W(t-1) and W(t)

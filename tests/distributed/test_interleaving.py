@@ -1,4 +1,4 @@
-"""Micro-batches that take turns: the numbers of one after the other, and what runs beside what."""
+"""Micro-batches that take turns: the numbers of one after the other, and what runs concurrent what."""
 
 import json
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from m6.data.collate import MicroBatch
 from m6.model import stages
 from m6.model.attention import Attention
 from m6.model.outputs import M6Output
-from m6.model.stages import take_turns
+from m6.model.stages import interleave
 from m6.runs.data import open_data
 from m6.runs.processes import start
 from m6.training.engine.build import build_engine
@@ -22,7 +22,7 @@ from m6.training.offloading.report import MEMORY_RECORD
 from moe import collectives, deferred_gradients
 from moe.exchange_steps import exchange_steps
 from moe.experts import Experts
-from moe.overlap_clock import turns
+from moe.overlap_simulator import turns
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_offloading import OFFLOAD
 from tests.distributed.test_pipelines import offload_as_planned, train_all
@@ -30,7 +30,7 @@ from tests.distributed.test_training_layouts import TOLERANCE, folder, layout, l
 
 __all__ = ["folder", "reference"]  # fixtures
 
-TURNS = {"m6__training__micro_batches_at_once": 2}
+TURNS = {"m6__training__overlap_micro_batches": 2}
 CHECKPOINTING = {"m6__training__activation_checkpointing": True}
 
 
@@ -147,14 +147,14 @@ def check_order(document: dict[str, Any]) -> None:
         if events[-1:] != [event]:  # once for all weights of a layer
             events.append(event)
 
-    def numbered(trips: Iterable[Any], device: torch.device) -> Any:
-        return take_turns([said(trip, "AB"[number]) for number, trip in enumerate(trips)], device)
+    def numbered(passes: Iterable[Any], device: torch.device) -> Any:
+        return interleave([said(staged, "AB"[number]) for number, staged in enumerate(passes)], device)
 
-    def said(trip: Any, whose: str) -> Any:
+    def said(staged: Any, whose: str) -> Any:
         while True:
             running[0] = whose
             try:
-                next(trip)
+                next(staged)
             except StopIteration as end:
                 return end.value
             yield
@@ -172,11 +172,11 @@ def check_order(document: dict[str, Any]) -> None:
 
     passes: list[list[str]] = []
     with pytest.MonkeyPatch.context() as patch:
-        watch(Attention, "beside")
+        watch(Attention, "concurrent")
         watch(Experts, "experts")
         patch.setattr(collectives, "_Exchange", Noted)
         patch.setattr(deferred_gradients, "_Deferred", Deferred)
-        patch.setattr(stages, "take_turns", numbered)
+        patch.setattr(stages, "interleave", numbered)
         engine.begin_step(0.1)
         engine.accumulate([data.micro_batch(number) for number in range(2)], loss, [1, 2])
     num_layers, num_hops = config.model.num_layers, len(exchange_steps(config.model.moe_config(), ranks))
@@ -216,7 +216,7 @@ def test_plans_of_offloaded_experts_know_the_turns(folder: Path):
         runs.append((document, folder / f"planned {name}"))
     run_distributed(offload_as_planned, 2, runs)
     records = [json.loads((root / MEMORY_RECORD).read_text()) for _, root in runs]
-    in_turns, alone, again = ([moment["chunk"] for moment in record["planned"]] for record in records)
-    assert sorted(in_turns) == sorted(alone)
-    assert in_turns != alone
+    interleaved_s, alone, again = ([moment["chunk"] for moment in record["planned"]] for record in records)
+    assert sorted(interleaved_s) == sorted(alone)
+    assert interleaved_s != alone
     assert len(again) == 1.5 * len(alone)

@@ -20,7 +20,7 @@ Weights = dict[nn.Parameter, Tensor]
 
 
 @dataclass(frozen=True)
-class UnderWay:
+class InFlightMicroBatch:
     """An in-flight micro-batch: between its forward and its backward pass on this rank.
 
     Attributes:
@@ -42,7 +42,7 @@ class UnderWay:
     weights: Weights
 
 
-class FlushlessPipelineEngine(PipelineEngine):
+class AsyncPipelineEngine(PipelineEngine):
     """Begins the forward passes of a step while backward passes of the previous step are still in flight.
 
     This is PipeDream-2BW (arXiv 2006.09503, section 3): gradients are used one step late, and two versions of the
@@ -60,7 +60,7 @@ class FlushlessPipelineEngine(PipelineEngine):
         self._links = PipelineLinks(self._mesh, self._ends)
         [(self._number, self._stage)] = self._stages.items()
         self._ahead = self._mesh.dims.pp - 1 - self._number
-        self._under_way: deque[UnderWay] = deque()
+        self._in_flight: deque[InFlightMicroBatch] = deque()
         self._begun = 0  # steps of this engine
         self._ended: tuple[int, StepGradients] | None = None  # a complete step before its update
         self._updates: deque[Update] = deque()  # not yet returned by ``advance`` or ``update``
@@ -80,7 +80,7 @@ class FlushlessPipelineEngine(PipelineEngine):
                 # The backward passes of these micro-batches come after the update for the next step, so keep a copy.
                 weights = {parameter: parameter.data.clone() for parameter in self._trained}
             self._pass_forward(number, weights)
-            if len(self._under_way) > self._ahead:
+            if len(self._in_flight) > self._ahead:
                 self._pass_backward()
         self._step = Step()
 
@@ -92,7 +92,7 @@ class FlushlessPipelineEngine(PipelineEngine):
 
     def update(self) -> Update:
         """Ends all passes and updates with the gradients of the newest step, see ``Engine.update``."""
-        while self._under_way:
+        while self._in_flight:
             self._pass_backward()
         self._apply_ended()
         self._links.wait()
@@ -122,11 +122,11 @@ class FlushlessPipelineEngine(PipelineEngine):
             self._send(output.detach(), self._number + 1, self._links.forward)
         own = len(self._step.batches)
         step = (self._begun, number + 1 == own, self._passes(own))
-        self._under_way.append(UnderWay(*step, hidden_states, output, self._learning_rate, weights))
+        self._in_flight.append(InFlightMicroBatch(*step, hidden_states, output, self._learning_rate, weights))
 
     def _pass_backward(self) -> None:
         """Runs the backward pass of the oldest in-flight micro-batch."""
-        oldest, gradient = self._under_way.popleft(), None
+        oldest, gradient = self._in_flight.popleft(), None
         if not self._stage.is_last:
             gradient = self._receive(oldest.output.shape, self._number + 1, self._links.backward)
         with _in_parameters(oldest.weights):
@@ -138,7 +138,7 @@ class FlushlessPipelineEngine(PipelineEngine):
         if oldest.is_last:
             self._end_step(oldest)
 
-    def _end_step(self, last: UnderWay) -> None:
+    def _end_step(self, last: InFlightMicroBatch) -> None:
         """Takes the gradients of a step after its last backward pass."""
         self._end_passes()
         if self._ended is not None:

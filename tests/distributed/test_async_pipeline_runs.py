@@ -54,7 +54,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
 }
 
 
-def flushless(folder: Path, stages: dict[str, Any] | None, zero: int = 1, ep_size: int = 1, **changes: Any) -> Any:
+def asynchronous(folder: Path, stages: dict[str, Any] | None, zero: int = 1, ep_size: int = 1, **changes: Any) -> Any:
     parallel = {"m6__parallel__pipeline": stages, "m6__training__ep_size": ep_size}
     return document(folder, zero, **DELAY | parallel | changes)
 
@@ -64,8 +64,8 @@ def trained(folder: Path) -> Path:
     """The folder with a run of one rank and a run of four ranks for each of the above."""
     alone, together = [], []
     for name, (changes, stages, zero, ep_size) in RUNS.items():
-        alone.append((flushless(folder, None, 1 if name == "bf16" else 0, **changes), folder / f"{name} alone"))
-        together.append((flushless(folder, stages, zero, ep_size, **changes), folder / name))
+        alone.append((asynchronous(folder, None, 1 if name == "bf16" else 0, **changes), folder / f"{name} alone"))
+        together.append((asynchronous(folder, stages, zero, ep_size, **changes), folder / name))
     run_distributed(train_all, 1, alone)
     run_distributed(train_all, 4, together)
     return folder
@@ -90,7 +90,7 @@ def test_a_run_reports_what_one_rank_with_the_delay_reports(trained: Path, name:
 def test_a_run_resumes_on_other_layouts(folder: Path):
     """The gradients that wait are those of a run without a pipeline; it stops where a flush was not due."""
     root, last = folder / "wandering", {"m6__logging__interval_steps": 1}
-    run_distributed(train, 1, flushless(folder, None, 0, **last), str(folder / "straight"))
+    run_distributed(train, 1, asynchronous(folder, None, 0, **last), str(folder / "straight"))
     for ranks, stages, zero, ep_size, stop_at in [
         (4, pipeline(2, "1f1b", [1, 4]), 1, 2, 3),
         (1, None, 0, 1, 4),
@@ -98,7 +98,7 @@ def test_a_run_resumes_on_other_layouts(folder: Path):
         (2, None, 2, 2, 6),
         (2, pipeline(2, "1f1b"), 1, 1, None),
     ]:
-        run_distributed(train, ranks, flushless(folder, stages, zero, ep_size), str(root), stop_at)
+        run_distributed(train, ranks, asynchronous(folder, stages, zero, ep_size), str(root), stop_at)
     mean = sum(losses(folder / "straight")[:3]) / 3
     expected = [mean, *losses(folder / "straight")[3:]]
     assert losses(root) == pytest.approx(expected, rel=TOLERANCE)
@@ -107,7 +107,7 @@ def test_a_run_resumes_on_other_layouts(folder: Path):
 
 def test_a_run_resumes_to_the_bit_on_the_same_layout(folder: Path):
     """A flush where the run stops changes no sum."""
-    each = flushless(folder, pipeline(2, "1f1b", [3, 2]))
+    each = asynchronous(folder, pipeline(2, "1f1b", [3, 2]))
     run_distributed(train, 2, each, str(folder / "unstopped"))
     for stop_at in (2, 5, None):
         run_distributed(train, 2, each, str(folder / "stopped"), stop_at)
@@ -132,12 +132,12 @@ def stop_and_save(each: dict[str, Any], root: Path) -> None:
 
 
 def test_a_request_to_stop_ends_all_passes(folder: Path):
-    each, root = flushless(folder, pipeline(2, "1f1b")), folder / "asked"
+    each, root = asynchronous(folder, pipeline(2, "1f1b")), folder / "asked"
     run_distributed(stop_and_save, 2, each, root)
     assert [path.name for path in complete_checkpoints(root / "checkpoints")] == ["step_00000003"]
     (root / "STOP").unlink()
     run_distributed(train, 2, each, str(root))
-    run_distributed(train, 1, flushless(folder, None, 0, m6__logging__interval_steps=1), str(folder / "unasked"))
+    run_distributed(train, 1, asynchronous(folder, None, 0, m6__logging__interval_steps=1), str(folder / "unasked"))
     assert losses(root)[-4:] == pytest.approx(losses(folder / "unasked")[-4:], rel=TOLERANCE)
 
 
@@ -165,7 +165,7 @@ def fail(each: dict[str, Any], root: Path) -> None:
 
 
 def test_a_run_that_fails_names_the_step_and_saves_its_batches(folder: Path):
-    each = flushless(folder, pipeline(2, "1f1b", [3, 2]), m6__training__max_skipped_steps=1)
+    each = asynchronous(folder, pipeline(2, "1f1b", [3, 2]), m6__training__max_skipped_steps=1)
     each["m6"]["logging"]["interval_steps"] = 7
     run_distributed(fail, 2, each, folder / "failed")
     assert "step 4: " in (folder / "failed" / "FATAL").read_text()

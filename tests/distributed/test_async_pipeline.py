@@ -14,9 +14,9 @@ from torch import Tensor
 from m6.config.run import RunConfig, parse_config
 from m6.data.collate import MicroBatch
 from m6.runs.processes import start
-from m6.training.engine import clipping, flushless_pipeline
+from m6.training.engine import async_pipeline, clipping
+from m6.training.engine.async_pipeline import AsyncPipelineEngine
 from m6.training.engine.build import build_engine
-from m6.training.engine.flushless_pipeline import FlushlessPipelineEngine
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_gradient_delay import (
     BAD_STEP,
@@ -41,7 +41,7 @@ FLUSHES = {3, STEPS - 1}
 """Steps after which all passes end; the gradients of BAD_STEP are infinite while the next step runs."""
 
 
-def flushless(folder: Path, ranks: int, layers: list[int], stage: int = 1, **changes: Any) -> dict[str, Any]:
+def asynchronous(folder: Path, ranks: int, layers: list[int], stage: int = 1, **changes: Any) -> dict[str, Any]:
     return document(folder, stage, m6__parallel__pipeline=pipeline(ranks, "1f1b", layers), **DELAY | changes)
 
 
@@ -49,7 +49,7 @@ def loss_of(batch: MicroBatch, output: Any, step: int) -> Tensor:
     return part_of_loss(batch, output) * (1.0 if step != BAD_STEP else float("inf"))
 
 
-def train_engine(engine: FlushlessPipelineEngine, config: RunConfig, dtype: torch.dtype) -> None:
+def train_engine(engine: AsyncPipelineEngine, config: RunConfig, dtype: torch.dtype) -> None:
     """Trains STEPS steps; each but BAD_STEP has its update, at most one step late."""
     dims, steps = engine._mesh.dims, deque[int]()
     for step in range(STEPS):
@@ -66,14 +66,14 @@ def train_engine(engine: FlushlessPipelineEngine, config: RunConfig, dtype: torc
             if update is not None:
                 assert update.skipped == (steps.popleft() == BAD_STEP)
         assert len(steps) == (step not in FLUSHES)
-    engine.use_late_gradients()
+    engine.use_delayed_gradients()
 
 
 def error_of(each: dict[str, Any], dtype: torch.dtype) -> float:
     """The largest difference to the recurrence in float64 on any rank."""
     config, runtime = parse_config(each), start()
     engine = build_engine(config, runtime)
-    assert isinstance(engine, FlushlessPipelineEngine)
+    assert isinstance(engine, AsyncPipelineEngine)
     if dtype == torch.float64:
         engine.module.double()
         if engine._copy is not None:
@@ -94,8 +94,8 @@ def follow_the_recurrence(documents: list[dict[str, Any]], dtype: torch.dtype, t
 def versions_mixed_up(each: dict[str, Any]) -> None:
     """Backward passes under way compute with the new weights, or the embedding lacks the gradient of the logits."""
     wrongs: list[tuple[Any, str, Any]] = [
-        (flushless_pipeline, "_in_parameters", lambda _: nullcontext()),
-        (FlushlessPipelineEngine, "_end_passes", lambda _: None),
+        (async_pipeline, "_in_parameters", lambda _: nullcontext()),
+        (AsyncPipelineEngine, "_end_passes", lambda _: None),
     ]
     for owner, name, wrong in wrongs:
         kept = getattr(owner, name)
@@ -107,22 +107,22 @@ def versions_mixed_up(each: dict[str, Any]) -> None:
 
 def test_in_float64(folder: Path):
     """To rounding errors: uneven stages, clipping, dropout, tied embeddings, experts, a step that is skipped."""
-    each = flushless(folder, 2, [3, 2], stage=0)
-    checkpointing = flushless(folder, 2, [1, 4], stage=0, m6__training__activation_checkpointing=True)
+    each = asynchronous(folder, 2, [3, 2], stage=0)
+    checkpointing = asynchronous(folder, 2, [1, 4], stage=0, m6__training__activation_checkpointing=True)
     run_distributed(follow_the_recurrence, 2, [each, checkpointing], torch.float64, 1e-12)
 
 
 def test_in_float64_with_as_few_micro_batches_as_stages(folder: Path):
     few = {"train_batch_size": 8, "m6__training__ep_size": 1}
     run_distributed(
-        follow_the_recurrence, 4, [flushless(folder, 4, [1, 2, 1, 1], stage=0, **few)], torch.float64, 1e-12
+        follow_the_recurrence, 4, [asynchronous(folder, 4, [1, 2, 1, 1], stage=0, **few)], torch.float64, 1e-12
     )
 
 
 def test_with_zero_and_experts_on_two_ranks(folder: Path):
-    documents = [flushless(folder, 2, [3, 2], stage, m6__training__ep_size=2) for stage in (0, 1)]
+    documents = [asynchronous(folder, 2, [3, 2], stage, m6__training__ep_size=2) for stage in (0, 1)]
     run_distributed(follow_the_recurrence, 4, documents, torch.float32, TOLERANCE_FP32)
 
 
 def test_versions_that_are_mixed_up_fail(folder: Path):
-    run_distributed(versions_mixed_up, 2, flushless(folder, 2, [3, 2]))
+    run_distributed(versions_mixed_up, 2, asynchronous(folder, 2, [3, 2]))

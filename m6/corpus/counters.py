@@ -68,7 +68,7 @@ class Histogram(BaseModel):
             self.sides[side.bit_length() - 1] += 1
 
 
-class Tally(BaseModel):
+class Counters(BaseModel):
     """Counts of the documents of one input.
 
     Attributes:
@@ -134,7 +134,7 @@ class Tally(BaseModel):
         """Adds a document to the histogram ``name``; ``side`` as in ``Histogram``."""
         self.histograms.setdefault(name, Histogram()).add(text, side)
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: Counters) -> None:
         """Adds the counts of another task."""
         for name in ("documents", "characters", "kept", "kept_characters", "rows"):
             setattr(self, name, getattr(self, name) + getattr(other, name))

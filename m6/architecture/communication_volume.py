@@ -26,7 +26,7 @@ def nearest_num_ranks(placement: PlacementName, num_ranks: int) -> int:
     return min((q**axes for q in range(2, num_ranks + 2)), key=lambda number: abs(number - num_ranks))
 
 
-def received_by_pair(placement: PlacementName, num_ranks: int, tokens: int, hidden: int, inner: int) -> float:
+def volume_of_pair(placement: PlacementName, num_ranks: int, tokens: int, hidden: int, inner: int) -> float:
     """Elements received by a rank for the two matmuls of a feed-forward, forward and backward.
 
     1-D (Megatron, arXiv 1909.08053, section 3): 4 (P - 1) / P T h. 2-D (SUMMA as in Optimus, arXiv 2104.05343): each
@@ -44,24 +44,24 @@ def received_by_pair(placement: PlacementName, num_ranks: int, tokens: int, hidd
     return (q - 1) * (4 * (narrow + wide + matrix) + again) / q**3
 
 
-def received_by_feed_forward(placement: PlacementName, num_ranks: int, tokens: int, hidden: int, inner: int) -> float:
+def volume_of_feed_forward(placement: PlacementName, num_ranks: int, tokens: int, hidden: int, inner: int) -> float:
     """Elements received by a rank for a feed-forward between replicated hidden states, forward and backward.
 
     2-D and 3-D also all-gather the output in the forward pass and the gradient of the input in the backward pass, and
     all-reduce the gradients of both biases.
     """
-    received = received_by_pair(placement, num_ranks, tokens, hidden, inner)
+    received = volume_of_pair(placement, num_ranks, tokens, hidden, inner)
     if placement != "1d":
         received += 2 * (num_ranks - 1) * (tokens * hidden + inner + hidden) / num_ranks
     return received
 
 
-def received_by_attention(num_ranks: int, tokens: int, hidden: int) -> float:
+def volume_of_attention(num_ranks: int, tokens: int, hidden: int) -> float:
     """Elements received by a rank for the two projections of an attention with sharded heads (1-D)."""
-    return received_by_pair("1d", num_ranks, tokens, hidden, hidden)
+    return volume_of_pair("1d", num_ranks, tokens, hidden, hidden)
 
 
-def received_by_expert(num_ranks: int, tokens: int, hidden: int) -> float:
+def volume_of_expert(num_ranks: int, tokens: int, hidden: int) -> float:
     """Elements received by a rank on average for one expert, forward and backward: 4 (P - 1) / P^2 T h.
 
     The expert's tokens lie evenly on ``num_ranks`` ranks. They go to the expert's rank (dispatch) and back (combine).

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe.payload import CODECS, BFloat16, Float8, Identity
+from moe.dispatch_dtype import CODECS, BFloat16, Float8, Identity
 
 
 def rows() -> torch.Tensor:
@@ -29,8 +29,8 @@ def test_sizes_and_rows() -> None:
     x = rows()
     sizes = {"same": (96, 96), "bfloat16": (48, 48), "float8": (28, 48), "float8_both": (28, 28)}
     assert sizes.keys() == CODECS.keys()
-    for payload, row_bytes in sizes.items():
-        for codec, expected in zip(CODECS[payload], row_bytes, strict=True):
+    for dispatch_dtype, row_bytes in sizes.items():
+        for codec, expected in zip(CODECS[dispatch_dtype], row_bytes, strict=True):
             for part in (x, x[:0]):
                 encoded = codec.encode(part)
                 assert len(encoded) == len(part)

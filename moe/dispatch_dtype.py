@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe.config import Payload
+from moe.config import DispatchDtype
 
 _LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 _SCALE_BYTES = 4
@@ -83,7 +83,7 @@ class Float8:
 IDENTITY = Identity()
 # The codecs of dispatch and combine. Outputs are summed after the combine, so "float8" sends them in bfloat16 like
 # DeepSeek-V3 (arXiv 2412.19437), section 3.3.3. "float8_both" rounds them to float8 before the sum.
-CODECS: dict[Payload, tuple[Codec, Codec]] = {
+CODECS: dict[DispatchDtype, tuple[Codec, Codec]] = {
     "same": (IDENTITY, IDENTITY),
     "bfloat16": (BFloat16(), BFloat16()),
     "float8": (Float8(), BFloat16()),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from m6.model.stages import Pass, take_turns
+from m6.model.stages import Pass, interleave
 
 
 def drawing(name: str, pauses: int, events: list[str]) -> Pass[list[float]]:
@@ -22,8 +22,8 @@ def drawing(name: str, pauses: int, events: list[str]) -> Pass[list[float]]:
 
 def test_passes_of_other_lengths_draw_what_they_draw_alone() -> None:
     lengths, events = {"a": 2, "b": 0, "c": 3}, []
-    alone = [take_turns([drawing(*each, [])], torch.device("cpu"))[0] for each in lengths.items()]
-    together = take_turns((drawing(*each, events) for each in lengths.items()), torch.device("cpu"))
+    alone = [interleave([drawing(*each, [])], torch.device("cpu"))[0] for each in lengths.items()]
+    together = interleave((drawing(*each, events) for each in lengths.items()), torch.device("cpu"))
     assert together == alone
     assert events == ["a0", "c0", "a1", "c1", "c2"]
     assert len({number for each in together for number in each}) == 3 + 1 + 4
@@ -35,4 +35,4 @@ def test_an_error_of_one_pass_ends_all() -> None:
         raise ValueError("no rows")
 
     with pytest.raises(ValueError, match="no rows"):
-        take_turns([drawing("a", 5, []), failing()], torch.device("cpu"))
+        interleave([drawing("a", 5, []), failing()], torch.device("cpu"))

@@ -1,0 +1,53 @@
+"""Keys with a new name: the old one still works, with a warning, until version 0.2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from m6.errors import UserError
+
+RENAMED = {
+    "m6.training.micro_batches_at_once": "m6.training.overlap_micro_batches",
+    "m6.moe.payload": "m6.moe.dispatch_dtype",
+}
+"""Old key -> new key, in the same section."""
+
+
+def with_new_keys(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns a run's JSON with new keys only, and a warning for each old one. The argument is not changed.
+
+    Raises:
+        UserError: a section has both names of a key.
+    """
+    warnings = []
+    for old, new in RENAMED.items():
+        *path, last = old.split(".")
+        section = _section(document, path)
+        if section is None or last not in section:
+            continue
+        name = new.rpartition(".")[2]
+        if name in section:
+            raise UserError(f"{old} and {new} are two names of one key; leave {old} out")
+        document = _replaced(document, path, {(name if key == last else key): value for key, value in section.items()})
+        warnings.append(f"{old} is now {new}; the old name works until version 0.2")
+    return document, warnings
+
+
+def with_new_moe_keys(moe: dict[str, Any]) -> dict[str, Any]:
+    """Returns the section ``m6.moe`` of an export with new keys only."""
+    found, _ = with_new_keys({"m6": {"moe": moe}})
+    section: dict[str, Any] = found["m6"]["moe"]
+    return section
+
+
+def _section(document: Any, path: list[str]) -> dict[str, Any] | None:
+    for part in path:
+        document = document.get(part) if isinstance(document, dict) else None
+    return document if isinstance(document, dict) else None
+
+
+def _replaced(document: dict[str, Any], path: list[str], section: dict[str, Any]) -> dict[str, Any]:
+    if not path:
+        return section
+    first, *rest = path
+    return {**document, first: _replaced(document[first], rest, section)}
