@@ -333,6 +333,17 @@ def test_a_signed_shard_of_another_shape_or_type(checkpoint: Path, change: Calla
         [reader.read(name, kind) for name, kind in reader.shapes]
 
 
+def test_the_counter_of_a_batch_norm_is_read_as_a_number(tmp_path: Path):
+    """The patch encoder "resnet" has some; a checkpoint is compared and exported in fp32."""
+    name = "patch_encoder.normalization.num_batches_tracked"
+    write(tmp_path / "step_00000003", [split(name, torch.tensor([7]), [])])
+    reader = CheckpointReader(tmp_path / "step_00000003")
+    assert reader.read(name, "weight").tolist() == [7.0]
+    own = torch.zeros(1, dtype=torch.int64)
+    reader.read_into(name, "weight", 0, own)
+    assert own.tolist() == [7]
+
+
 def test_a_signed_shard_of_integers(checkpoint: Path):
     """A copy into a weight would convert them without a message."""
     file = shard(checkpoint)
