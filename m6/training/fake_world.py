@@ -159,28 +159,26 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
     from m6.config.deepspeed import prepare_deepspeed
 
-    names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update({name: str(value) for name, value in names.items()})
     prepare_deepspeed()
-    import deepspeed
-    from deepspeed.utils import groups
+    names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()}):
+        import deepspeed
+        from deepspeed.utils import groups
 
-    groups_before = {name: copy.copy(value) for name, value in vars(groups).items() if name.isupper()}
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-        yield
-    finally:
-        dist.destroy_process_group()
-        deepspeed.comm.comm.cdb = None
-        vars(groups).update(groups_before)  # DeepSpeed caches groups, but the groups of the fake job are destroyed
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
+        groups_before = {
+            name: copy.copy(value) if isinstance(value, dict) else value
+            for name, value in vars(groups).items()
+            if name.isupper()
+        }
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        try:
+            deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+            yield
+        finally:
+            dist.destroy_process_group()
+            deepspeed.comm.comm.cdb = None
+            vars(groups).update(groups_before)  # DeepSpeed caches groups, but the groups of the fake job are destroyed
 
 
 @contextmanager

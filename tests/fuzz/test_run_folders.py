@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from m6.checkpoints import format as checkpoint_format
 from m6.checkpoints.discovery import complete_checkpoints
-from m6.checkpoints.fragment import Fragment
+from m6.checkpoints.format import Fragment
 from m6.checkpoints.loading import newest_complete_checkpoint
 from m6.config.run import load_config
 from m6.errors import StorageError, UserError

@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from m6.config.run import parse_config
+from m6.config.run import RunConfig, parse_config
 from m6.planning.cost.layout import layout_of
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.machine.profile import Profile
@@ -15,6 +13,7 @@ from m6.training.mesh import ParallelDims
 from m6.training.offloading.modules import experts_of
 from m6.training.offloading.setup import model_of_rank
 from m6.training.optimizers import state_bytes
+from tests.distributed.spawn import run_distributed
 from tests.fixtures.tiny_run import tiny_document
 
 STAGE_1 = {"zero_optimization__stage": 1}
@@ -31,32 +30,29 @@ def optimizer(name: str, **params: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("world_size", "changes"),
-    [
-        (1, {}),
-        (1, LATE),
-        (1, optimizer("Adafactor")),
-        (1, optimizer("Muon")),
-        (4, optimizer("Muon") | STAGE_1),
-        (2, optimizer("Lamb")),
-        (2, optimizer("Lamb") | STAGE_1),
-        (1, optimizer("Lars")),
-        (4, optimizer("Lars") | STAGE_1),
-        (4, STAGE_1),
-        (4, STAGE_1 | LATE),
-        (4, {"m6__training__ep_size": 2, **STAGE_1}),
-        (4, {"zero_optimization__stage": 2}),
-        (4, HOST),
-        (1, SHARED),
-        (4, SHARED | PIPELINE | STAGE_1),
-        (4, PIPELINE),
-        (4, PIPELINE | optimizer("Muon") | STAGE_1),
-    ],
-    ids=str,
-)
-def test_the_state_is_that_of_the_formula(tmp_path: Path, world_size: int, changes: dict[str, Any]):
-    config = parse_config(tiny_document(tmp_path, m6__offload__device_budget_mib=8.0, **changes))
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (1, LATE),
+    (1, optimizer("Adafactor")),
+    (1, optimizer("Muon")),
+    (4, optimizer("Muon") | STAGE_1),
+    (2, optimizer("Lamb")),
+    (2, optimizer("Lamb") | STAGE_1),
+    (1, optimizer("Lars")),
+    (4, optimizer("Lars") | STAGE_1),
+    (4, STAGE_1),
+    (4, STAGE_1 | LATE),
+    (4, {"m6__training__ep_size": 2, **STAGE_1}),
+    (4, {"zero_optimization__stage": 2}),
+    (4, HOST),
+    (1, SHARED),
+    (4, SHARED | PIPELINE | STAGE_1),
+    (4, PIPELINE),
+    (4, PIPELINE | optimizer("Muon") | STAGE_1),
+]
+
+
+def compare(config: RunConfig, world_size: int) -> None:
     layout = layout_of(config, world_size)
     phases = [None] if config.m6.pseudo_to_real is None else [None, pseudo_sharing(config)]
     for sharing in phases:
@@ -66,4 +62,14 @@ def test_the_state_is_that_of_the_formula(tmp_path: Path, world_size: int, chang
                 model, dims = model_of_rank(config, sharing), ParallelDims.of(config, rank, world_size)
                 experts = {each for use in experts_of(model).values() for each in use.experts.parameters()}
                 found = state_bytes(model, config, dims.dp, elsewhere=experts)
-            assert found == expected[dims.pp_rank].optimizer_state, (rank, sharing)
+            assert found == expected[dims.pp_rank].optimizer_state, (config.document, rank, sharing)
+
+
+def compare_all(folder: Path) -> None:
+    for world_size, changes in CASES:
+        compare(parse_config(tiny_document(folder, m6__offload__device_budget_mib=8.0, **changes)), world_size)
+
+
+def test_the_state_is_that_of_the_formula(tmp_path: Path):
+    """In a process of its own, which has no process group."""
+    run_distributed(compare_all, 1, tmp_path)
