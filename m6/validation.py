@@ -96,6 +96,20 @@ def read_model(model: type[Model], path: Path) -> Model:
         raise UserError(f"{path}: {error}") from None
 
 
+def read_record(model: type[Model], file: Path) -> Model | None:
+    """Reads a JSON file that this program wrote; None if there is no such file.
+
+    Raises:
+        UserError: the file is damaged; the message names the file and the key.
+    """
+    if not file.exists():
+        return None
+    try:
+        return model.model_validate_json(file.read_bytes())
+    except pydantic.ValidationError as error:
+        raise UserError(f"{file}: corrupt: {describe(error, model, '')}") from None
+
+
 def parse_json(text: str) -> Any:
     """Parses JSON; duplicate keys and non-finite numbers are errors.
 

@@ -11,7 +11,7 @@ from moe.config import MoEConfig
 if TYPE_CHECKING:
     from moe.bias_balancer import BiasBalancer
     from moe.collect import collect_outputs
-    from moe.deferred_gradients import DeferredLinear, clear_delayed_wgrads, defer_gradients
+    from moe.deferred_gradients import DeferredLinear, clear_deferred_gradients, defer_gradients
     from moe.expert_parallel import apply_expert_parallelism
     from moe.layer import MoELayer, MoEOutput
     from moe.parts import SequenceSlice, SequenceSlices
@@ -27,7 +27,7 @@ __all__ = [
     "SequenceSlice",
     "SequenceSlices",
     "apply_expert_parallelism",
-    "clear_delayed_wgrads",
+    "clear_deferred_gradients",
     "collect_outputs",
     "defer_gradients",
 ]
@@ -42,7 +42,7 @@ _MODULES = {
     "apply_expert_parallelism": "expert_parallel",
     "collect_outputs": "collect",
     "defer_gradients": "deferred_gradients",
-    "clear_delayed_wgrads": "deferred_gradients",
+    "clear_deferred_gradients": "deferred_gradients",
 }
 
 if not TYPE_CHECKING:  # type checkers would take any name for one of this package

@@ -27,7 +27,7 @@ class DeferredGradient:
     compute: Callable[[], Tensor] | None = None
 
 
-class DelayedWgrads:
+class DeferredGradients:
     """The uses of a module's weight with deferred gradients, in call order.
 
     ``prepare`` adds a node to autograd's graph; its backward pass computes the weight gradient. Among the ready nodes,
@@ -59,15 +59,15 @@ def defer_gradients(module: nn.Module) -> None:
         uses.prepare(part.weight)  # type: ignore[arg-type]
 
 
-def clear_delayed_wgrads(module: nn.Module) -> None:
+def clear_deferred_gradients(module: nn.Module) -> None:
     """Forgets all prepared uses in a module without a forward pass."""
     for _, uses in _parts(module):
         uses.clear()
 
 
-def _parts(module: nn.Module) -> list[tuple[nn.Module, DelayedWgrads]]:
+def _parts(module: nn.Module) -> list[tuple[nn.Module, DeferredGradients]]:
     found = ((part, vars(part).get("deferred")) for part in module.modules())
-    return [(part, uses) for part, uses in found if isinstance(uses, DelayedWgrads)]
+    return [(part, uses) for part, uses in found if isinstance(uses, DeferredGradients)]
 
 
 class DeferredLinear(nn.Linear):
@@ -75,7 +75,7 @@ class DeferredLinear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features)
-        self.deferred = DelayedWgrads()
+        self.deferred = DeferredGradients()
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps [..., P] to [..., Q]."""

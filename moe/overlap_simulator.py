@@ -68,7 +68,9 @@ def operations(num_parts: int, num_hops: int, backward: bool = False) -> Iterato
             yield Operation("start", part, stage)
 
 
-def turns(num_passes: int, num_layers: int, num_hops: int, backward: bool = False) -> Iterator[Operation]:
+def interleaved_operations(
+    num_passes: int, num_layers: int, num_hops: int, backward: bool = False
+) -> Iterator[Operation]:
     """Yields the operations of interleaved passes through all layers. A pass runs until its tokens are in flight, then
     the next pass runs.
 
@@ -78,7 +80,7 @@ def turns(num_passes: int, num_layers: int, num_hops: int, backward: bool = Fals
     exchange. In the first layer they come after the rest of the layer.
     """
     if backward:
-        yield from _mirrored(turns(num_passes, num_layers, num_hops))
+        yield from _mirrored(interleaved_operations(num_passes, num_layers, num_hops))
         return
     hops = 2 * num_hops
     for turn in range(2 * num_layers + 1):
@@ -136,7 +138,7 @@ def span(
     return Span(now, num_parts * (experts + concurrent), num_parts * (sum(there) + sum(back)))
 
 
-def span_of_turns(
+def interleaved_span(
     there: Sequence[float],
     experts: float,
     back: Sequence[float],
@@ -158,7 +160,13 @@ def span_of_turns(
     if deferred > concurrent:
         raise ValueError(f"deferred is {deferred} of the {concurrent} seconds of concurrent computation")
     hops = _hops(there, back, links)
-    now = _clock(turns(num_passes, num_layers, len(there), backward), hops, experts, concurrent - deferred, deferred)
+    now = _clock(
+        interleaved_operations(num_passes, num_layers, len(there), backward),
+        hops,
+        experts,
+        concurrent - deferred,
+        deferred,
+    )
     times = num_passes * num_layers
     return Span(now, times * (experts + concurrent), times * (sum(there) + sum(back)))
 

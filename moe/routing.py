@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.config import MoEConfig
-from moe.deferred_gradients import DeferredGradient, DelayedWgrads, placeholder
+from moe.deferred_gradients import DeferredGradient, DeferredGradients, placeholder
 from moe.groups import best_groups, gather_groups, to_global_ids, view_prototypes
 from moe.losses import Sequences, load_balancing_losses, z_losses
 from moe.parts import SequenceSlice, load_balancing_loss_of_part
@@ -92,7 +92,7 @@ class Router(nn.Module):
         if config.balance_bias_rate:
             bias = torch.zeros(config.num_experts, device=device, dtype=torch.float32)
         self.register_buffer("balance_bias", bias)
-        self.deferred = DelayedWgrads()
+        self.deferred = DeferredGradients()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Computes the logits [T, Z, M] of tokens [T, D]."""

@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from m6.checkpoints.finetuning import is_exported
 from m6.checkpoints.loading import newest_complete_checkpoint
 from m6.config.run import RunConfig, load_config
 from m6.data.manifest import Manifest
 from m6.data.objectives import OBJECTIVES
-from m6.errors import UserError
 from m6.files import write_json
 from m6.runs.data import kept_sources
 from m6.runs.directory import INITIAL
+from m6.validation import read_record
 
 
 class InitialRun(BaseModel):
@@ -102,13 +102,7 @@ def kept_initial(root: Path) -> InitialRun | None:
     Raises:
         UserError: the file is damaged.
     """
-    file = root / INITIAL
-    if not file.exists():
-        return None
-    try:
-        return InitialRun.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        raise UserError(f"{file}: corrupt: {error.errors()[0]['msg']}") from None
+    return read_record(InitialRun, root / INITIAL)
 
 
 def trained_objectives(config: RunConfig) -> dict[str, float]:

@@ -240,7 +240,7 @@ SPLIT_EXPERTS = Feature(
     "use m6.training.ep_size 1",
 )
 ONE_PART = _of("m6.training.ep_size 1", lambda run: run.m6.training.ep_size == 1, "use a larger m6.training.ep_size")
-TURNS = Feature(
+INTERLEAVED = Feature(
     "m6.training.overlap_micro_batches",
     lambda run: (
         f"m6.training.overlap_micro_batches {at_once}"
@@ -396,7 +396,7 @@ FACTS: tuple[Fact, ...] = (
             HOST_ACTIVATIONS: "offloads activations block by block of one micro-batch",
             ONE_PART: "keeps all experts on a rank, so that no tokens are on their way",
         },
-        {TURNS: "has several micro-batches on their way"},
+        {INTERLEAVED: "has several micro-batches on their way"},
     ),
     Fact(
         "sums of gradients that DeepSpeed makes",

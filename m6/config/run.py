@@ -146,7 +146,7 @@ class RunConfig:
         return self.batch_split(world_size).most(self.deepspeed.train_batch_size)
 
     def backward_passes(self, world_size: int) -> int:
-        """Backward passes of a rank in such a step: of micro-batches, or of those that take turns."""
+        """Backward passes of a rank in such a step: of single or of interleaved micro-batches."""
         return self.accumulation_steps(world_size) // self.m6.training.overlap_micro_batches
 
     @property

@@ -50,8 +50,8 @@ class TrainingSettings(Section):
         1,
         ge=1,
         le=8,
-        description="so many micro-batches take turns in forward and backward passes: one is computed while the tokens "
-        "of another are on their way to experts of other ranks. They give the numbers that they give one after the "
+        description="so many micro-batches are interleaved in forward and backward passes: one is computed while the "
+        "tokens of another are on their way to experts of other ranks. They give the same numbers as one after the "
         "other, need the activations of all, and have one backward pass",
     )
     max_skipped_steps: int = Field(

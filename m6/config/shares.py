@@ -57,7 +57,7 @@ class BatchSplit:
         ranks: that read different micro-batches, in the order of their parts of a step.
         ep_size: ranks of a stage that exchange tokens.
         tensor_size: ranks of a tensor group, which read the same micro-batches and divide tokens of experts.
-        at_once: micro-batches of a rank that take turns.
+        at_once: interleaved micro-batches of a rank.
         stated: ``m6.parallel.shares``; None: equal shares, as far as possible.
         pipeline: through which the micro-batches of a rank pass.
         equal_for: why all ranks need as many micro-batches, as clauses; empty: they do not.

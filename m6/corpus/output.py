@@ -28,6 +28,7 @@ from m6.data.sources.text import passages
 from m6.data.splitting import SplitRules
 from m6.data.verification import check_sizes
 from m6.errors import UserError
+from m6.validation import describe
 
 RECORD_NAME = "corpus.json"
 _Splits = TypeAdapter(dict[Split, SplitEntry])
@@ -55,7 +56,7 @@ def load_record(folder: Path) -> CorpusRecord:
     try:
         return CorpusRecord.model_validate_json(file.read_bytes())
     except ValidationError as error:
-        raise UserError(f"{file} is not the record of a corpus: {error.errors()[0]['msg']}") from None
+        raise UserError(f"{file} is not the record of a corpus: {describe(error, CorpusRecord, '')}") from None
 
 
 def index_held_out(work: Work, unit: int) -> Counters:

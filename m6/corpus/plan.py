@@ -25,6 +25,7 @@ from m6.data.sources.folders import METADATA
 from m6.data.sources.local import PICTURE_SUFFIXES, split_folders, split_of_folder, splits_of_files, unreadable_reason
 from m6.data.sources.packages import combined_sha256
 from m6.errors import UserError
+from m6.validation import describe
 
 TABLES = (".jsonl", ".jsonl.gz", ".parquet")
 ARCHIVES = (".warc", ".warc.gz", ".wet", ".wet.gz")
@@ -184,7 +185,7 @@ def load_plan(file: Path) -> Plan:
     try:
         return Plan.model_validate_json(file.read_bytes())
     except ValidationError as error:
-        raise UserError(f"{file} is not the plan of a corpus: {error.errors()[0]['msg']}") from None
+        raise UserError(f"{file} is not the plan of a corpus: {describe(error, Plan, '')}") from None
 
 
 def make_plan(recipe: CorpusRecipe, checksums: Checksums | None = None) -> Plan:

@@ -38,7 +38,7 @@ from m6.data.manifest import Split
 from m6.data.sources.base import Row
 from m6.errors import UserError
 from m6.files import atomic_path
-from m6.validation import validate
+from m6.validation import describe, validate
 
 _SCHEMA = pa.schema(
     [
@@ -242,7 +242,7 @@ class Work:
         try:
             return Counters.model_validate_json(marker.read_bytes())
         except ValidationError as error:
-            raise UserError(f"{marker} is damaged ({error.errors()[0]['msg']}); remove it") from None
+            raise UserError(f"{marker} is damaged ({describe(error, Counters, '')}); remove it") from None
 
     def _marker(self, stage: str, unit: int) -> Path:
         return self.folder / "done" / stage / f"{unit:05d}.json"

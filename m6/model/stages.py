@@ -21,7 +21,7 @@ from m6.model.blocks import BlockOutput, M6Block, run_blocks, seed_layer
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.outputs import M6Output, losses_of_states
 from m6.model.slices import SliceCache
-from moe import MoEConfig, MoELayer, RoutingStats, clear_delayed_wgrads, defer_gradients
+from moe import MoEConfig, MoELayer, RoutingStats, clear_deferred_gradients, defer_gradients
 
 T = TypeVar("T")
 Pass = Generator[None, None, T]
@@ -182,7 +182,7 @@ class ModelStage(nn.Module):
             dropout_seeds: of each micro-batch.
             device: of the model.
         """
-        clear_delayed_wgrads(self)
+        clear_deferred_gradients(self)
         if not any(isinstance(block, M6Block) and block.gradient_checkpointing for block in self.layers):
             passes = (self._trip(*batch, seed) for batch, seed in zip(batches, dropout_seeds, strict=True))
             return interleave(passes, device)

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from m6.config.checks import check_captions, check_codes_fit, check_tokenizer
 from m6.config.run import RunConfig
 from m6.data.captions import SeenCaptions
@@ -17,7 +15,7 @@ from m6.data.pretraining import PretrainingData
 from m6.errors import UserError
 from m6.files import write_json
 from m6.runs.directory import CAPTIONS, SOURCES
-from m6.validation import read_model
+from m6.validation import read_model, read_record
 
 _LOOKED_AT = 200  # training rows of a source
 _MAX_CAPTIONS = 1_000_000  # reading more would delay the start of a run by more than half a minute
@@ -101,13 +99,7 @@ def kept_sources(root: Path) -> Manifest | None:
     Raises:
         UserError: the file is damaged.
     """
-    file = root / SOURCES
-    if not file.exists():
-        return None
-    try:
-        return Manifest.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        raise UserError(f"{file}: corrupt: {error.errors()[0]['msg']}") from None
+    return read_record(Manifest, root / SOURCES)
 
 
 def keep_captions(root: Path, data: PretrainingData, init: Path | None) -> None:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from m6.errors import UserError
 from m6.files import write_text
 from m6.runs.directory import RunDirectory
+from m6.validation import describe
 
 LAYOUTS_NAME = "slurm/layouts.jsonl"
 
@@ -61,7 +62,7 @@ def read_layouts(run: Path) -> list[LayoutRecord]:
         try:
             records.append(LayoutRecord.model_validate_json(line))
         except ValidationError as error:
-            raise UserError(f"{file}, line {number}: {error.errors()[0]['msg']}; remove the line") from None
+            raise UserError(f"{file}, line {number}: {describe(error, LayoutRecord, '')}; remove the line") from None
     return records
 
 

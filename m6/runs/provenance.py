@@ -24,6 +24,7 @@ from m6.errors import UserError
 from m6.files import copy_folder, write_json, write_text
 from m6.lock import new_folder
 from m6.runs.environment import misplacement
+from m6.validation import describe
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +128,7 @@ def read_attempts(run: Path) -> list[Attempt]:
         try:
             attempts.append(Attempt.model_validate_json(file.read_bytes()))
         except (OSError, ValidationError) as error:
-            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
+            reason = describe(error, Attempt, "") if isinstance(error, ValidationError) else error.strerror
             print(f"warning: {file}: corrupt: {reason}", file=sys.stderr)
     return attempts
 

@@ -41,7 +41,7 @@ def micro_batch_numbers(config: RunConfig, dims: ParallelDims, split: BatchSplit
 
     A step has the same micro-batches on any number of ranks, whatever their shares. Each rank has a contiguous part, so
     that it reads few lanes of the sources (m6/data/order.py). The ranks of a pipeline have the same micro-batches.
-    ``config.ranks_per_part`` neighbours share a part and take its micro-batches in turn. The set of simultaneous
+    ``config.ranks_per_part`` neighbours share a part and take its interleaved micro-batches. The set of simultaneous
     micro-batches is then the same on any number of ranks.
     """
     sizes, together = config.batch_sizes, config.ranks_per_part

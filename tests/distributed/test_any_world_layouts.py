@@ -1,4 +1,4 @@
-"""``"deterministic": "any_world"`` where a rank has stages, parts of matrices, or micro-batches in turn.
+"""``"deterministic": "any_world"`` where a rank has stages, parts of matrices, or interleaved micro-batches.
 
 The same bits on any number of pipelines, tensor groups or groups of experts, and the numbers of one rank. Processes
 take seconds to start, so that each world is started once and trains one run after the other.

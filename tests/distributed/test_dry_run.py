@@ -53,8 +53,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "stage 2, late gradients": {"late": True},
     "two nodes of eight, to which tokens go first, in two parts": {"nodes_of": 8},
     "larger gates first": {"first": "probability"},
-    "two micro-batches in turns": {"turns": True},
-    "two micro-batches in turns, recomputed": {"turns": True, "recomputed": True},
+    "two interleaved micro-batches": {"turns": True},
+    "two interleaved micro-batches, recomputed": {"turns": True, "recomputed": True},
 }
 
 
@@ -152,7 +152,7 @@ def plans_follow_the_budgets(_: None) -> None:
     formula = MemoryModel(config, Profile(), device_bytes=room)(layout)
     assert formula.store + formula.owned_experts == tight.host_bytes + tight.owned_bytes
     assert formula.owned_experts == pytest.approx(tight.owned_bytes, abs=2 * tight.expert_bytes / tight.chunks)
-    # Micro-batches that take turns send one gradient of 16 bits, and their sums are in the memory of the activations.
+    # Interleaved micro-batches send one gradient of 16 bits, and their sums are in the memory of the activations.
     interleaved_s = offloaded()
     interleaved_s["m6"]["training"]["overlap_micro_batches"] = 2
     interleaved_s["train_batch_size"] *= 2

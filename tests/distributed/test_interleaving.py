@@ -1,4 +1,4 @@
-"""Micro-batches that take turns: the numbers of one after the other, and what runs concurrent what."""
+"""Interleaved micro-batches: the numbers of one after the other, and what runs concurrent what."""
 
 import json
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ from m6.training.offloading.report import MEMORY_RECORD
 from moe import collectives, deferred_gradients
 from moe.exchange_steps import exchange_steps
 from moe.experts import Experts
-from moe.overlap_simulator import turns
+from moe.overlap_simulator import interleaved_operations
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_offloading import OFFLOAD
 from tests.distributed.test_pipelines import offload_as_planned, train_all
@@ -35,7 +35,7 @@ CHECKPOINTING = {"m6__training__activation_checkpointing": True}
 
 
 def test_losses_are_those_of_one_after_the_other(folder: Path, reference: Path):
-    """With dropout, whose random numbers belong to a micro-batch; and a checkpoint goes on without turns."""
+    """With dropout, whose random numbers belong to a micro-batch; and a checkpoint goes on without interleaving."""
     root = folder / "turns"
     run_distributed(train, 2, layout(folder, 2, 1, 2, **TURNS), str(root), 2)
     run_distributed(train, 2, layout(folder, 2, 1, 2), str(root))
@@ -180,9 +180,11 @@ def check_order(document: dict[str, Any]) -> None:
         engine.begin_step(0.1)
         engine.accumulate([data.micro_batch(number) for number in range(2)], loss, [1, 2])
     num_layers, num_hops = config.model.num_layers, len(exchange_steps(config.model.moe_config(), ranks))
-    forward, backward = ([*turns(2, num_layers, num_hops, is_backward)] for is_backward in (False, True))
+    forward, backward = (
+        [*interleaved_operations(2, num_layers, num_hops, is_backward)] for is_backward in (False, True)
+    )
     if config.m6.training.activation_checkpointing:  # layer by layer, and forward once more before each way back
-        one = ([*turns(2, 1, num_hops, is_backward)] for is_backward in (False, True))
+        one = ([*interleaved_operations(2, 1, num_hops, is_backward)] for is_backward in (False, True))
         once, back = ([each for each in order if each.kind != "deferred"] for order in one)
         forward, backward = once * num_layers, (once + back) * num_layers
     else:  # queries, keys and values, the attention's output, and the router, forward and backward

@@ -32,7 +32,7 @@ from m6.training.reduction.messages import is_compressed, messages
 from m6.training.sizes import FP32
 from moe import MoEConfig
 from moe.exchange_traffic import StepTraffic, exchange_traffic
-from moe.overlap_simulator import span, span_of_turns
+from moe.overlap_simulator import interleaved_span, span
 
 Collective = Callable[[Literal["all_reduce", "all_gather"], float, RankGroup], float]
 """(kind, bytes, group) -> seconds. Bytes are the input of a rank, or the output of an all-gather. A reduce-scatter
@@ -239,7 +239,7 @@ class RoutingTimes:
         at_once: int,
         deferred: float = 0.0,
     ) -> RoutingTime:
-        """Seconds of one micro-batch in all layers, forward and backward, if ``at_once`` micro-batches take turns.
+        """Seconds of one micro-batch in all layers, forward and backward, if ``at_once`` micro-batches are interleaved.
 
         Args:
             experts: as above.
@@ -248,8 +248,8 @@ class RoutingTimes:
             deferred: seconds of the deferrable gradients of weights. They are a part of ``concurrent`` in the backward
                 pass.
         """
-        forward = self._turns(routed, experts, concurrent, num_layers, at_once, False)
-        return forward + self._turns(routed, experts, concurrent, num_layers, at_once, True, deferred)
+        forward = self._interleaved_pass_s(routed, experts, concurrent, num_layers, at_once, False)
+        return forward + self._interleaved_pass_s(routed, experts, concurrent, num_layers, at_once, True, deferred)
 
     def interleaved_layers_s(
         self, routed: RoutedRows, experts: float, concurrent: float, num_layers: int, at_once: int
@@ -257,11 +257,12 @@ class RoutingTimes:
         """The same with activation checkpointing: micro-batches overlap within each layer only, and forward passes run
         twice."""
         forward, backward = (
-            self._turns(routed, experts, concurrent, 1, at_once, is_backward) for is_backward in (False, True)
+            self._interleaved_pass_s(routed, experts, concurrent, 1, at_once, is_backward)
+            for is_backward in (False, True)
         )
         return (forward * 2 + backward) * num_layers
 
-    def _turns(
+    def _interleaved_pass_s(
         self,
         routed: RoutedRows,
         experts: float,
@@ -276,7 +277,7 @@ class RoutingTimes:
         if self.nodes.links.host is None:
             return RoutingTime(numbers + num_layers * (sum(hops.there) + sum(hops.back)))
         seconds = (hops.there, times * experts, hops.back, at_once, num_layers, times * concurrent)
-        found = span_of_turns(*seconds, backward, hops.links, deferred)
+        found = interleaved_span(*seconds, backward, hops.links, deferred)
         return RoutingTime(numbers + found.exposed / at_once, found.hidden / at_once)
 
     def _pass(self, routed: RoutedRows, experts: float, shared: float, backward: bool) -> RoutingTime:
@@ -371,12 +372,12 @@ class ExchangeTime:
         key = (*sizes_of(layout), layout.ranks_per_node, layout.overlap_micro_batches)
         if key not in self._found:
             alone = (self._routing_of(work, layout) * count for work, count in self._compute.work(layout))
-            interleaved_s = layout.overlap_micro_batches > 1
-            self._found[key] = self._in_turns(layout) if interleaved_s else sum(alone, RoutingTime())
+            is_interleaved = layout.overlap_micro_batches > 1
+            self._found[key] = self._interleaved(layout) if is_interleaved else sum(alone, RoutingTime())
         return self._found[key]
 
-    def _in_turns(self, layout: ParallelLayout) -> RoutingTime:
-        """The same if several micro-batches take turns."""
+    def _interleaved(self, layout: ParallelLayout) -> RoutingTime:
+        """The same if several micro-batches are interleaved."""
         blocks = [(work, count) for work, count in self._compute.work(layout) if work.recomputed]
         sparse, count = next((work, count) for work, count in blocks if work.routed is not None)
         assert sparse.routed is not None
@@ -395,7 +396,7 @@ class ExchangeTime:
         return router.interleaved_s(sparse.routed, experts / passes, concurrent / passes, count, at_once, deferred)
 
     def _routing_of(self, work: BlockWork, layout: ParallelLayout) -> RoutingTime:
-        """The same of one block, without turns."""
+        """The same of one block, without interleaving."""
         if work.routed is None:
             return RoutingTime()
         passes = self._compute.passes(work, layout)

@@ -129,7 +129,7 @@ class ExpertStore:
         """Bytes of a parameter's gradient sum held on the device, see ``offload.runtime.gradient_sums``.
 
         Args:
-            at_once: micro-batches in turns.
+            at_once: interleaved micro-batches.
         """
         return {1: 0, 2: self.weight_bytes}.get(at_once, FP32)
 

@@ -36,7 +36,7 @@ class ParallelLayout:
             device in chunks.
         ranks_per_node: ranks of a node. The exchange sends a token once to a node for all its experts there. 0: a flat
             exchange, without regard to nodes.
-        overlap_micro_batches: micro-batches in turns: one computes while tokens of another are exchanged.
+        overlap_micro_batches: interleaved micro-batches: one computes while tokens of another are exchanged.
         schedule: of a pipeline.
         cut: layers of each stage of a pipeline; empty: equal ones, as far as possible.
         placement: how the matrices are divided over ``tp_size`` ranks.
@@ -120,7 +120,7 @@ class ParallelLayout:
         return self.batch_split().most(global_batch)
 
     def backward_passes(self, global_batch: int) -> int:
-        """Backward passes of a step of the same rank. Micro-batches in turns share one."""
+        """Backward passes of a step of the same rank. Interleaved micro-batches share one."""
         return self.accumulation(global_batch) // self.overlap_micro_batches
 
     def __str__(self) -> str:

@@ -468,7 +468,7 @@ class MemoryModel:
 
         If all of them fit into the rest of the device, the device owns them all. Otherwise it holds two layers'
         weights, one layer's gradients and as many whole chunks as fit; the host holds the other chunks. If
-        micro-batches take turns, the device also holds sums of one layer's gradients, in both cases.
+        micro-batches are interleaved, the device also holds sums of one layer's gradients, in both cases.
         """
         chunks, share = self._chunks_of(layout, part), layout.outer_parts
         store, numel = self.expert_store(layout), math.ceil(layer_numel(self.model, layout.ep_size) / share)

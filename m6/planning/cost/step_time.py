@@ -2,7 +2,7 @@
 
 Nothing overlaps, as the shipped configurations run DeepSpeed, with two exceptions. The first is streamed experts with
 their transfers and host updates. The second is the exchange of tokens with ``m6.moe.overlap_parts`` or with
-micro-batches in turns.
+interleaved micro-batches.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def added_bytes(memory: MemoryModel, layout: ParallelLayout, passes: int, place:
     """Bytes read and written by autograd in a step to add up gradients, without the experts of ``m6.offload``.
 
     At ZeRO stages 0 and 1 the gradients of all micro-batches of a step add up. At stages 2 and 3 only the gradients of
-    one backward pass add up: of micro-batches in turns, of layers with shared weights, of the token table with its two
-    uses (embedding and head), and of the parts of the exchange of tokens.
+    one backward pass add up: of interleaved micro-batches, of layers with shared weights, of the token table with its
+    two uses (embedding and head), and of the parts of the exchange of tokens.
 
     Args:
         passes: backward passes of the step.
@@ -74,7 +74,7 @@ class StoreTime:
 
     def num_gradients(self, layout: ParallelLayout, passes: int) -> int:
         """Gradients of an expert in ``passes`` backward passes: one of each layer with this expert and each part of
-        the exchange. Micro-batches in turns yield one gradient together."""
+        the exchange. Interleaved micro-batches yield one gradient together."""
         return round(passes * self._memory.exchange_parts(layout) * self._uses)
 
     def streaming(
@@ -94,8 +94,8 @@ class StoreTime:
         return host.streaming(numel, store, passes, gradients, self._uses, forward_s, backward_s)
 
     def device_s(self, layout: ParallelLayout, passes: int, place: int, host: HostTime) -> float:
-        """Seconds a step of the device's work on experts: sums of the gradients of micro-batches in turns, and sums and
-        updates of the experts owned by the device."""
+        """Seconds a step of the device's work on experts: sums of the gradients of interleaved micro-batches, and sums
+        and updates of the experts owned by the device."""
         numel, owned = self._numel(layout, place), self._owned_share(layout, place)
         store, gradients = self._memory.expert_store(layout), self.num_gradients(layout, passes)
         summed = gradients * store.summing_bytes(layout.overlap_micro_batches)

@@ -78,7 +78,7 @@ class BlockWork:
         recomputed: whether activation checkpointing computes the block a second time.
         shared: the products of shared experts in ``matmuls``. They overlap with the exchange of tokens.
         whole_bytes: the part of ``saved_bytes`` on each rank of a tensor group, for whole hidden states.
-        deferred: the products in ``matmuls`` with deferred gradients of weights when micro-batches take turns, see
+        deferred: the products in ``matmuls`` with deferred gradients of weights when micro-batches are interleaved, see
             ``moe.deferred_gradients``.
         is_sparse: whether its feed-forward is a layer of experts.
     """

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe import DeferredLinear, MoEConfig, clear_delayed_wgrads, defer_gradients
+from moe import DeferredLinear, MoEConfig, clear_deferred_gradients, defer_gradients
 from moe.routing import Router
 
 
@@ -76,7 +76,7 @@ def test_uses_take_what_was_prepared_in_turn():
 def test_uses_that_never_came_are_forgotten():
     model = maps(torch.float32)
     defer_gradients(model)
-    clear_delayed_wgrads(model)
+    clear_deferred_gradients(model)
     assert all(part.deferred.take(part.weight)[1] is None for part in model)
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from moe.overlap_simulator import Operation, Span, operations, span, span_of_turns, turns
+from moe.overlap_simulator import Operation, Span, interleaved_operations, interleaved_span, operations, span
 
 
 def test_nothing_is_hidden_without_parts():
@@ -82,26 +82,26 @@ def named(order: list[Operation]) -> list[str]:
 
 def test_passes_take_turns():
     expected = TURNS.replace("\n", " ").strip().split(", ")
-    assert named(list(turns(2, 2, 1))) == expected
+    assert named(list(interleaved_operations(2, 2, 1))) == expected
     mirror = {"start": "wait", "wait": "start"}
     backward = [" ".join((mirror.get(kind, kind), whose)) for kind, whose in map(str.split, reversed(expected))]
-    assert named(list(turns(2, 2, 1, backward=True))) == backward
+    assert named(list(interleaved_operations(2, 2, 1, backward=True))) == backward
 
 
 def test_inner_hops_do_not_interrupt_a_pass():
-    order = [f"{each.kind} {each.hop}" for each in turns(1, 2, 2) if each.kind in ("start", "wait")]
+    order = [f"{each.kind} {each.hop}" for each in interleaved_operations(1, 2, 2) if each.kind in ("start", "wait")]
     assert order == [f"{kind} {hop}" for hop in range(8) for kind in ("start", "wait")]
-    switches = sum(a.part != b.part for a, b in itertools.pairwise(turns(2, 2, 2)))
+    switches = sum(a.part != b.part for a, b in itertools.pairwise(interleaved_operations(2, 2, 2)))
     assert switches == 2 * 5 - 1, "at the outer exchanges of two layers, there and back, and at the end"
 
 
 def test_turns_on_a_slow_and_on_a_fast_network():
     # A: concurrent 0-1, there 1-3. B: concurrent 1-2, there 3-5. A: experts 3-4, back 5-7. B: experts 5-6, back 7-9.
-    assert span_of_turns([2.0], 1.0, [2.0], 2, 1, 1.0) == Span(9.0, 4.0, 8.0)
+    assert interleaved_span([2.0], 1.0, [2.0], 2, 1, 1.0) == Span(9.0, 4.0, 8.0)
     # All of A's exchanges overlap with B: what is exposed is the way of B back.
-    assert span_of_turns([0.5], 1.0, [0.5], 2, 1, 1.0) == Span(4.5, 4.0, 2.0)
-    assert span_of_turns([0.5], 1.0, [0.5], 2, 10, 1.0).exposed == 0.5
-    one_by_one = span_of_turns([0.5], 1.0, [0.5], 1, 10, 1.0)
+    assert interleaved_span([0.5], 1.0, [0.5], 2, 1, 1.0) == Span(4.5, 4.0, 2.0)
+    assert interleaved_span([0.5], 1.0, [0.5], 2, 10, 1.0).exposed == 0.5
+    one_by_one = interleaved_span([0.5], 1.0, [0.5], 1, 10, 1.0)
     assert one_by_one == Span(30.0, 20.0, 10.0)
 
 
@@ -111,16 +111,16 @@ def test_deferred_gradients_are_computed_while_others_are_on_their_way():
     # 12-14. A: deferred 12-13, experts 13-14, there 14-16. Of layer 0. B: concurrent 14-16, deferred 16-17. A:
     # concurrent 17-19, deferred 19-20.
     layers = ([2.0], 1.0, [2.0], 2, 2, 3.0)
-    assert span_of_turns(*layers, backward=True, deferred=1.0) == Span(20.0, 16.0, 16.0)
+    assert interleaved_span(*layers, backward=True, deferred=1.0) == Span(20.0, 16.0, 16.0)
     # At once, A's concurrent branch takes from 9 to 12, and B's experts, whose gradients are there at 11, begin at 12.
-    assert span_of_turns(*layers, backward=True) == Span(22.0, 16.0, 16.0)
+    assert interleaved_span(*layers, backward=True) == Span(22.0, 16.0, 16.0)
 
 
 def test_hops_inside_of_a_node_do_not_wait_for_the_network():
     # A: concurrent 0-1, between nodes 1-5. B: concurrent 1-2, between nodes 5-9. A: inside 5-6, experts 6-7, back
     # inside 7-8, between nodes 9-13. B: inside 9-10, experts 10-11, back 11-12 and 13-17.
     hops = ([4.0, 1.0], 1.0, [1.0, 4.0], 2, 1, 1.0)
-    assert span_of_turns(*hops, links=[1, 0]) == Span(17.0, 4.0, 20.0)
+    assert interleaved_span(*hops, links=[1, 0]) == Span(17.0, 4.0, 20.0)
     # On one link A: inside 9-10, experts 10-11, back 11-12 and 12-16. B: inside 16-17, experts 17-18, back 18-23.
-    assert span_of_turns(*hops).total == 23.0
+    assert interleaved_span(*hops).total == 23.0
     assert span([2.0, 1.0], 4.0, [1.0, 2.0], 2, links=[1, 0]).total == span([2.0, 1.0], 4.0, [1.0, 2.0], 2).total
