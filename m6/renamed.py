@@ -11,6 +11,8 @@ RENAMED = {
     "m6.moe.payload": "m6.moe.dispatch_dtype",
 }
 """Old key -> new key, in the same section."""
+_NAMED_BY = "m6.elastic.may_change"
+"""A list with names of keys."""
 
 
 def with_new_keys(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -30,7 +32,7 @@ def with_new_keys(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             raise UserError(f"{old} and {new} are two names of one key; leave {old} out")
         document = _replaced(document, path, {(name if key == last else key): value for key, value in section.items()})
         warnings.append(f"{old} is now {new}; the old name works until version 0.2")
-    return document, warnings
+    return _with_new_names(document, warnings), warnings
 
 
 def with_new_moe_keys(moe: dict[str, Any]) -> dict[str, Any]:
@@ -38,6 +40,20 @@ def with_new_moe_keys(moe: dict[str, Any]) -> dict[str, Any]:
     found, _ = with_new_keys({"m6": {"moe": moe}})
     section: dict[str, Any] = found["m6"]["moe"]
     return section
+
+
+def _with_new_names(document: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
+    *path, last = _NAMED_BY.split(".")
+    section = _section(document, path)
+    names = None if section is None else section.get(last)
+    if section is None or not isinstance(names, list):
+        return document
+    new = {old.rpartition(".")[2]: new.rpartition(".")[2] for old, new in RENAMED.items()}
+    for name in names:
+        if name in new:
+            warnings.append(f'{_NAMED_BY}: "{name}" is now "{new[name]}"; the old name works until version 0.2')
+    changed = [new.get(name, name) if isinstance(name, str) else name for name in names]
+    return _replaced(document, path, {**section, last: changed})
 
 
 def _section(document: Any, path: list[str]) -> dict[str, Any] | None:

@@ -38,7 +38,7 @@ SHARD_BYTES = 4 << 30
 _MAX_NAMES = 3
 FLOATS = ("F32", "F64", "F16", "BF16")  # as safetensors names types
 _TYPES = (*FLOATS, "I64")
-_COUNTER = ".num_batches_tracked"
+COUNTER = ".num_batches_tracked"
 """End of the name of PyTorch's only buffer of integers in a model: batch normalization counts its calls."""
 
 
@@ -331,7 +331,8 @@ class CheckpointReader:
             stored = furthest[index]
             stop = min(end, stored.end)
             part = self.read_range(stored, position, stop)
-            if part.is_floating_point() != target.is_floating_point() and not name.endswith(_COUNTER):
+            counts = part.dtype == torch.int64 and name.endswith(COUNTER)
+            if part.is_floating_point() != target.is_floating_point() and not counts:
                 raise UserError(
                     f"{self.folder / MANIFEST}: corrupt: {stored.key} in {stored.file} is of {part.dtype}, "
                     f"expected {target.dtype}"

@@ -48,7 +48,7 @@ class ExportedWeights(WeightReader):
 
     Raises:
         StorageError: a file cannot be opened.
-        UserError: the folder is incomplete or damaged, or a tensor is not of floating-point numbers.
+        UserError: the folder is incomplete or damaged, or a tensor, not a counter, is of other types than floats.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -15,7 +15,7 @@ from m6.checkpoints.adapters import MergedReader, is_adapted
 from m6.checkpoints.delinked import DelinkedReader, is_pseudo
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.finetuning import is_exported
-from m6.checkpoints.format import FLOATS, WEIGHT, CheckpointReader, WeightReader, open_weights
+from m6.checkpoints.format import COUNTER, FLOATS, WEIGHT, CheckpointReader, WeightReader, open_weights
 from m6.checkpoints.tokenizers import IMAGE_TOKENIZER, TOKENIZER, find_tokenizer
 from m6.config.run import RunConfig, load_config
 from m6.decoding import TEMPERATURE, Decoding, temperature_refusal
@@ -127,14 +127,15 @@ def open_exported(folder: Path) -> dict[str, safe_open]:
 
     Raises:
         StorageError: a file cannot be opened.
-        UserError: the folder is incomplete or damaged, or a tensor is not of floating-point numbers.
+        UserError: the folder is incomplete or damaged, or a tensor, not a counter, is of other types than floats.
     """
     try:
         names = _files_of_tensors(folder)
         files = {name: open_weights(folder / name) for name in set(names.values())}
         tensors = {tensor: files[name] for tensor, name in names.items()}
         for tensor, file in tensors.items():
-            if (dtype := file.get_slice(tensor).get_dtype()) not in FLOATS:
+            dtype = file.get_slice(tensor).get_dtype()
+            if dtype not in FLOATS and not (dtype == "I64" and tensor.endswith(COUNTER)):
                 raise ValueError(f"{tensor} is {dtype}, expected {' or '.join(FLOATS)}")
     except StorageError:
         raise

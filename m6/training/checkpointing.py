@@ -35,6 +35,7 @@ from m6.config.run import RunConfig
 from m6.data.settings import DataSettings
 from m6.errors import StorageError, UserError
 from m6.files import write_text
+from m6.renamed import RENAMED
 from m6.runs.directory import LAST_CHECKPOINT, PROGRESS
 from m6.runs.processes import COLLECTIVE_TIMEOUT_S, Runtime, on_main_rank, raise_together
 from m6.training.engine.engine import Engine
@@ -231,6 +232,7 @@ def check_same_sums(config: RunConfig, state: dict[str, Any]) -> None:
     before, now = state.get("any_world"), config.sums_depend_on
     if before is None or now is None:
         return
+    before = {RENAMED.get(name, name): value for name, value in before.items()}
     for name, value in now.items():
         had = before.get(name, _SUMS_OF_OLD_STATES.get(name))
         if value != had:

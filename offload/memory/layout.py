@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -26,11 +26,14 @@ class Stack:
         name: the layer's name.
         num_experts: the number of experts on this rank.
         matrices: parameter name -> (rows, columns) of one expert's matrix, or (numel,) of its vector.
+        parts: parameter name -> the number of matrices, one below the other, in an expert's matrix; absent: one. Muon
+            updates each by itself.
     """
 
     name: str
     num_experts: int
     matrices: dict[str, tuple[int, ...]]
+    parts: dict[str, int] = field(default_factory=dict)
 
     @property
     def expert_size(self) -> int:

@@ -115,9 +115,16 @@ class Slot:
         """Applies one step of the optimizer to the home; for the arguments see ``offload.optimizer.update``."""
         states = {name: list(plane_tensors(self.home, self.planes[name])) for name in self.layout.state_names}
         targets = list(plane_tensors(self.home, self.planes.get("next_weight", self.planes[WEIGHT])))
-        for index, ((weight, remainder), gradient) in enumerate(zip(self._masters(), gradients, strict=True)):
-            own = {name: values[index] for name, values in states.items()}
-            update(settings, step, learning_rate, coefficient, weight, remainder, gradient, own, targets[index])
+        stack = self.chunk.stack
+        for index, (name, (weight, remainder), gradient) in enumerate(
+            zip(stack.matrices, self._masters(), gradients, strict=True)
+        ):
+            parts = stack.parts.get(name, 1) if settings.kind == "muon" else 1
+            own = {state: _divided(values[index], parts) for state, values in states.items()}
+            tensors = (_divided(each, parts) for each in (weight, gradient, targets[index]))
+            weight, gradient, target = tensors
+            remainder = None if remainder is None else _divided(remainder, parts)
+            update(settings, step, learning_rate, coefficient, weight, remainder, gradient, own, target)
 
     def publish(self) -> None:
         """Replaces the weights by the next weights. The update must be done."""
@@ -192,6 +199,11 @@ class Slot:
         else:
             self.home.free()
         self.home, self.job, self.uploaded = home, None, None
+
+
+def _divided(stack: Tensor, parts: int) -> Tensor:
+    """Returns matrices [N, rows, columns] as [N * parts, rows / parts, columns]; other stacks as they are."""
+    return stack if parts == 1 or stack.dim() == 2 else stack.view(-1, stack.shape[1] // parts, stack.shape[2])
 
 
 def accumulate(totals: Sequence[Tensor], gradients: Sequence[Tensor], more: bool) -> None:

@@ -36,6 +36,16 @@ def test_a_run_with_old_keys_goes_on_with_new_ones(tmp_path: Path):
     directory.check(parse_config(new))
 
 
+def test_a_list_of_keys_may_hold_an_old_name(tmp_path: Path):
+    document = tiny_document(
+        tmp_path, m6__elastic={"max_nodes": 2, "may_change": ["micro_batches_at_once", "pipeline"]}
+    )
+    found, warnings = with_new_keys(document)
+    assert found["m6"]["elastic"]["may_change"] == ["overlap_micro_batches", "pipeline"]
+    [warning] = warnings
+    assert warning.startswith('m6.elastic.may_change: "micro_batches_at_once" is now "overlap_micro_batches"; ')
+
+
 def test_both_names_are_a_mistake(tmp_path: Path):
     document = tiny_document(tmp_path, m6__moe={"num_experts": 4, "payload": "same", "dispatch_dtype": "same"})
     write_json(tmp_path / "run.json", document)

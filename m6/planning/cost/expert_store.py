@@ -12,6 +12,7 @@ from m6.architecture.settings import ModelSettings
 from m6.config.offload import OffloadSettings
 from m6.config.run import RunConfig
 from m6.planning.cost.folding import Block, UniqueLayers
+from m6.planning.cost.parameter_counts import MuonMatrices
 from m6.training.optimizers import DTYPES, expert_optimizer, gradient_dtype_of, next_weights_of
 from m6.training.sizes import FP32, Precision
 from offload import (
@@ -24,7 +25,6 @@ from offload import (
     sizes_of,
     staging_bytes,
 )
-from offload.optimizer.orthogonal import ITERATIONS
 
 _MIB = 2**20
 # Bytes read and written by the operators of ``offload.optimizer.update`` per parameter owned by a device. Split
@@ -202,12 +202,6 @@ def _stack(block: Block, ep_size: int) -> Stack:
 
 
 def muon_flops(model: ModelSettings) -> float:
-    """FLOPs of Muon's products for a parameter of an expert: the mean over its matrices."""
-    moe = model.moe_config()
-    inner = model.ffn_hidden_size
-    shapes = (((2 if moe.activation == "swiglu" else 1) * inner, model.hidden_size), (model.hidden_size, inner))
-    flops = 0.0
-    for shape in shapes:
-        short, long = sorted(shape)
-        flops += ITERATIONS * (4.0 * short * short * long + 2.0 * short**3)
-    return flops / sum(rows * columns for rows, columns in shapes)
+    """FLOPs of Muon's products for a parameter of an expert."""
+    matrix = MuonMatrices(1, 1, model.ffn_hidden_size, model.hidden_size, of_experts=True)  # all have this shape
+    return sum(product.flops for product in matrix.products("fp32")) / matrix.numel

@@ -37,7 +37,8 @@ class ExpertUse:
     def stack(self, name: str) -> Stack:
         """Returns the number and the shapes of the experts, in the form of the package ``offload``."""
         shapes = {key: tuple(parameter.shape[1:]) for key, parameter in self.experts.named_parameters()}
-        return Stack(name, len(self.experts.w_in), shapes)
+        (rows, _), (_, inner) = shapes["w_in"], shapes["w_out"]
+        return Stack(name, len(self.experts.w_in), shapes, {"w_in": rows // inner})  # SwiGLU: of gate and value
 
 
 def experts_of(model: nn.Module) -> dict[str, ExpertUse]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from m6.architecture.settings import ModelSettings
 from m6.config.run import parse_config
 from m6.errors import UserError
 from m6.shipped import CONFIGS
@@ -98,7 +99,6 @@ POSITIONS = 256
 
 PROTOTYPES_ABOVE = 8  # more prototypes than these are divided by 4
 FEWEST_LAYERS, FEWEST_EXPERTS = 2, 8  # of a model; of a layer
-RESNET_CHANNELS = 2048  # of a ResNet-50
 MEAN_TOKENS = 64  # of a sample of data/real, without padding
 
 
@@ -174,7 +174,7 @@ def _scale_model(model: Document, rule: Recipe) -> None:
     model["patch_size"] = model["patch_size"] * 64 // model["image_size"]
     model["image_size"] = 64
     if model.get("patch_encoder") == "resnet":
-        model["resnet_channels"] = max(32, RESNET_CHANNELS // rule.hidden)
+        model["resnet_channels"] = max(32, model.get("resnet_channels", ModelSettings.resnet_channels) // rule.hidden)
 
 
 def _scale_experts(moe: Document, divisor: int) -> None:

@@ -85,6 +85,10 @@ def test_a_checkpoint_of_other_stages_or_turns(folder: Path):
     old["any_world"]["m6.training.ep_size"] = 2
     with pytest.raises(UserError, match=r"m6\.training\.overlap_micro_batches 2: the steps so far had 1"):
         check_same_sums(turns, old)
+    old["any_world"]["m6.training.micro_batches_at_once"] = 2  # the key's old name
+    check_same_sums(turns, old)
+    with pytest.raises(UserError, match=r"m6\.training\.overlap_micro_batches 1: the steps so far had 2"):
+        check_same_sums(config(folder, m6__training__ep_size=2), old)
 
 
 @pytest.mark.parametrize("name", ["ep_size", "overlap_micro_batches", "pipeline"])

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
-from m6.checkpoints.initial import open_initial_weights
+from m6.checkpoints.initial import ExportedWeights, open_initial_weights
 from m6.checkpoints.loading import INDEX, WEIGHTS, load_run_model
 from m6.data.objectives import OBJECTIVES
 from m6.errors import StorageError, UserError
@@ -134,6 +134,8 @@ def test_integer_buffers_keep_their_type(make_run, tmp_path):
     assert any(not tensor.is_floating_point() for tensor in reference.state_dict().values())
     assert_same_weights(M6ForConditionalGeneration.from_pretrained(tmp_path / "hf"), reference, torch.bfloat16)
     assert_same_weights(load_run_model(run, torch.device("cpu"))[0], reference)
+    assert_same_weights(load_run_model(tmp_path / "hf", torch.device("cpu"))[0], reference, torch.bfloat16)
+    assert ExportedWeights(tmp_path / "hf").shapes.keys() == {(name, "weight") for name in reference.state_dict()}
 
 
 def test_a_damaged_shard_is_named_and_nothing_is_left(make_run, tmp_path):

@@ -28,6 +28,12 @@ CASES = {
     "zero_2": {"zero_optimization__stage": 2},
     "adafactor": {"optimizer__type": "Adafactor", "optimizer__params": {"lr": 1e-3}},
     "muon": {"optimizer__type": "Muon", "optimizer__params": {"lr": 1e-2, "adamw_lr": 1e-3}, "m6__moe__bias": True},
+    "muon_swiglu": {
+        "optimizer__type": "Muon",
+        "optimizer__params": {"lr": 1e-2, "adamw_lr": 1e-3},
+        "m6__moe__activation": "swiglu",
+        "m6__moe__bias": True,
+    },
     "no_accumulation": {"train_batch_size": 2},
     "biases": {"m6__moe__bias": True},
     "dropout": {"m6__moe__expert_dropout": 0.2},
