@@ -11,6 +11,7 @@ RENAMED = {
     "m6.moe.payload": "m6.moe.dispatch_dtype",
 }
 """Old key -> new key, in the same section."""
+_NEW_NAMES = {old.rpartition(".")[2]: new.rpartition(".")[2] for old, new in RENAMED.items()}
 _NAMED_BY = "m6.elastic.may_change"
 """A list with names of keys."""
 
@@ -32,7 +33,7 @@ def with_new_keys(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             raise UserError(f"{old} and {new} are two names of one key; leave {old} out")
         document = _replaced(document, path, {(name if key == last else key): value for key, value in section.items()})
         warnings.append(f"{old} is now {new}; the old name works until version 0.2")
-    return _with_new_names(document, warnings), warnings
+    return _with_elastic_names(document, warnings), warnings
 
 
 def with_new_moe_keys(moe: dict[str, Any]) -> dict[str, Any]:
@@ -42,17 +43,21 @@ def with_new_moe_keys(moe: dict[str, Any]) -> dict[str, Any]:
     return section
 
 
-def _with_new_names(document: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
+def with_new_names(record: Any) -> Any:
+    """Returns a record whose keys are last parts of names, such as a layout in RUN/plan.json, with new keys only."""
+    return {_NEW_NAMES.get(key, key): value for key, value in record.items()} if isinstance(record, dict) else record
+
+
+def _with_elastic_names(document: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
     *path, last = _NAMED_BY.split(".")
     section = _section(document, path)
     names = None if section is None else section.get(last)
     if section is None or not isinstance(names, list):
         return document
-    new = {old.rpartition(".")[2]: new.rpartition(".")[2] for old, new in RENAMED.items()}
     for name in names:
-        if name in new:
-            warnings.append(f'{_NAMED_BY}: "{name}" is now "{new[name]}"; the old name works until version 0.2')
-    changed = [new.get(name, name) if isinstance(name, str) else name for name in names]
+        if name in _NEW_NAMES:
+            warnings.append(f'{_NAMED_BY}: "{name}" is now "{_NEW_NAMES[name]}"; the old name works until version 0.2')
+    changed = [_NEW_NAMES.get(name, name) if isinstance(name, str) else name for name in names]
     return _replaced(document, path, {**section, last: changed})
 
 

@@ -350,7 +350,7 @@ FACTS: tuple[Fact, ...] = (
         {
             ANY_WORLD: "adds up whole gradients in the order of a tree",
             COMPRESSION: "chooses what it sends from a rank's whole gradients",
-            PIPELINE: "adds up the gradients of several micro-batches that are under way",
+            PIPELINE: "adds up the gradients of several micro-batches in flight",
         },
         {
             ZERO_2: "divides gradients after each micro-batch",
@@ -364,8 +364,8 @@ FACTS: tuple[Fact, ...] = (
             CORRELATION: "compares gradients of all layers",
         },
         {
-            PIPELINE: "gives a rank the gradients of its stages alone",
-            TENSOR: "gives a rank the gradients of its parts of matrices alone",
+            PIPELINE: "gives a rank only the gradients of its stages",
+            TENSOR: "gives a rank only the gradients of its parts of matrices",
         },
     ),
     Fact(
@@ -374,8 +374,8 @@ FACTS: tuple[Fact, ...] = (
             SAMPLES: "draws pictures with the whole model",
         },
         {
-            PIPELINE: "gives a rank the layers of its stages alone",
-            TENSOR: "gives a rank its parts of matrices alone",
+            PIPELINE: "gives a rank only the layers of its stages",
+            TENSOR: "gives a rank only its parts of matrices",
         },
     ),
     Fact(
@@ -390,13 +390,13 @@ FACTS: tuple[Fact, ...] = (
     Fact(
         "micro-batches one after the other",
         {
-            PIPELINE: "has a schedule, which gives micro-batches their turns",
+            PIPELINE: "has a schedule, which orders the passes of micro-batches",
             CORRELATION: "tells the gradients of layers apart as one micro-batch runs through them",
-            OVERLAP: "already computes something beside each part of an exchange",
+            OVERLAP: "already overlaps each part of an exchange with computation",
             HOST_ACTIVATIONS: "offloads activations block by block of one micro-batch",
-            ONE_PART: "keeps all experts on a rank, so that no tokens are on their way",
+            ONE_PART: "keeps all experts on a rank, so that there is no exchange to overlap",
         },
-        {INTERLEAVED: "has several micro-batches on their way"},
+        {INTERLEAVED: "interleaves several micro-batches"},
     ),
     Fact(
         "sums of gradients that DeepSpeed makes",
@@ -462,15 +462,15 @@ FACTS: tuple[Fact, ...] = (
     Fact(
         "a flush at the end of each step",
         {
-            OTHER_SCHEDULES: "ends each step with a flush, so that late gradients would gain nothing",
-            SLICES: "ends each step with a flush, so that late gradients would gain nothing",
+            OTHER_SCHEDULES: "ends each step with a flush, so that delayed gradients would gain nothing",
+            SLICES: "ends each step with a flush, so that delayed gradients would gain nothing",
             OFFLOAD: "has one version of the experts",
             FP16: "changes the loss scale between two steps",
             BIAS: "changes routers between two steps",
             PLATEAU: "waits for the loss of each step",
             COMPRESSION: "asks all ranks at the end of a step whether their gradients are finite",
         },
-        {ASYNC_PIPELINE: "has passes of two steps under way"},
+        {ASYNC_PIPELINE: "has passes of two steps in flight"},
     ),
     Fact(
         "whole rows",
@@ -487,7 +487,7 @@ FACTS: tuple[Fact, ...] = (
         {
             ADAFACTOR: "keeps means over the rows and the columns of whole matrices",
             COMPRESSION: "compresses gradients of whole matrices",
-            LORA: "puts adapters beside whole matrices, and beside experts with all tokens",
+            LORA: "adds adapters to whole matrices, and to experts with all tokens",
             ZERO_3: "divides each matrix over all ranks of the run",
         },
         {TENSOR: "gives a rank a part of each matrix"},
@@ -539,7 +539,7 @@ FACTS: tuple[Fact, ...] = (
     Fact(
         "large gradients of all weights",
         {OFFLOAD: "trains the experts", COMPRESSION: "compresses large gradients"},
-        {LORA: "trains adapters alone, which have few gradients"},
+        {LORA: "trains only adapters, which have few gradients"},
     ),
     Fact(
         "the same tensors in all steps",

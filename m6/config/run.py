@@ -115,7 +115,7 @@ class RunConfig:
         return self.pipeline is not None and self.m6.gradient_delay is not None
 
     def flushes_after(self, step: int) -> bool:
-        """Whether a asynchronous pipeline ends all passes of the first ``step`` steps before the next one begins.
+        """Whether an asynchronous pipeline ends all passes of the first ``step`` steps before the next one begins.
 
         It does where the run looks at the model or at its losses.
         """

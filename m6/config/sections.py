@@ -50,9 +50,9 @@ class TrainingSettings(Section):
         1,
         ge=1,
         le=8,
-        description="so many micro-batches are interleaved in forward and backward passes: one is computed while the "
-        "tokens of another are on their way to experts of other ranks. They give the same numbers as one after the "
-        "other, need the activations of all, and have one backward pass",
+        description="so many micro-batches are interleaved in forward and backward passes: the exchange of tokens "
+        "of one overlaps with the computation of another. They give the same numbers as one after the other, need the "
+        "activations of all, and have one backward pass",
     )
     max_skipped_steps: int = Field(
         3,
@@ -156,7 +156,7 @@ class PseudoToRealSettings(Section):
 
 
 class LoraSettings(Section):
-    """Trains low-rank adapters beside frozen weights: W + alpha / rank * B A (LoRA, arXiv 2106.09685)."""
+    """Trains low-rank adapters of frozen weights: W + alpha / rank * B A (LoRA, arXiv 2106.09685)."""
 
     rank: PositiveInt = Field(8, description="rows of A and columns of B")
     alpha: PositiveFloat = Field(16.0, description="the adapters are multiplied by alpha / rank")

@@ -195,8 +195,8 @@ class BatchSplit:
             yield f"{text}: m6.training.overlap_micro_batches {self.at_once} does not divide {uneven[0]}"
 
     def _product(self) -> str:
-        turns = f" x {self.at_once} overlap_micro_batches" if self.at_once > 1 else ""
-        return f"train_micro_batch_size_per_gpu {self.micro_batch_size} x {self.ranks} ranks{turns}"
+        interleaved = f" x m6.training.overlap_micro_batches {self.at_once}" if self.at_once > 1 else ""
+        return f"train_micro_batch_size_per_gpu {self.micro_batch_size} x {self.ranks} ranks{interleaved}"
 
     def _too_few(self, number: int) -> str:
         if self.unit == 1:

@@ -166,7 +166,7 @@ class ModelStage(nn.Module):
             routed.append(_routed(output))
         return self._leave(hidden_states, routed, labels)
 
-    def interleaved_s(
+    def forward_interleaved(
         self,
         batches: Sequence[tuple[dict[str, Tensor], Tensor]],
         dropout_seeds: Sequence[int | None],
@@ -184,7 +184,7 @@ class ModelStage(nn.Module):
         """
         clear_deferred_gradients(self)
         if not any(isinstance(block, M6Block) and block.gradient_checkpointing for block in self.layers):
-            passes = (self._trip(*batch, seed) for batch, seed in zip(batches, dropout_seeds, strict=True))
+            passes = (self._staged_forward(*batch, seed) for batch, seed in zip(batches, dropout_seeds, strict=True))
             return interleave(passes, device)
         entered = [self._enter(None, inputs, seed) for (inputs, _), seed in zip(batches, dropout_seeds, strict=True)]
         states, routed = [hidden_states for hidden_states, _ in entered], [list[Routed | None]() for _ in batches]
@@ -208,7 +208,7 @@ class ModelStage(nn.Module):
         sparse = (isinstance(block, M6Block) and isinstance(block.ffn, MoELayer) for block in blocks)
         return blocks[: next((place for place, pauses in enumerate(sparse, 1) if pauses), len(blocks))]
 
-    def _trip(
+    def _staged_forward(
         self, inputs: dict[str, Tensor], labels: Tensor, dropout_seed: int | None
     ) -> Generator[None, None, M6Output]:
         """Runs all layers, and pauses while a dispatch or combine is in flight."""

@@ -22,6 +22,7 @@ from m6.planning.cost.memory import MemoryFootprint, MemoryModel
 from m6.planning.cost.step_time import cost_models
 from m6.planning.machine.cluster import Cluster, detect_cluster
 from m6.planning.machine.profile import Profile
+from m6.renamed import with_new_names
 from m6.runs.directory import RunDirectory
 from m6.training.sizes import BatchShape, full_row
 from m6.validation import validate
@@ -243,6 +244,11 @@ class _Record(BaseModel):
     activation_factor: PositiveFloat
     memory_bytes: int
     process_bytes: int | None
+
+    @field_validator("layout", mode="before")
+    @classmethod
+    def _with_new_names(cls, value: Any) -> Any:
+        return with_new_names(value)
 
     @field_validator("bytes")
     @classmethod

@@ -45,7 +45,7 @@ from m6.training.schedule import NEXT_RATE, changed_rate, scheduled_rate
 from m6.training.sizes import BatchShape
 from m6.training.stages.metrics import StageMetrics
 from m6.training.stages.stage import Stage
-from m6.training.train_step import FlushlessTrainStep, TrainStep, micro_batch_numbers
+from m6.training.train_step import AsyncTrainStep, TrainStep, micro_batch_numbers
 
 if TYPE_CHECKING:
     from m6.training.reporting.samples import SampleGrids
@@ -140,27 +140,27 @@ class Trainer:
         total = self.settings.training.total_steps
         report, times = IntervalReport(self.config, self.runtime), RankTimes(self.runtime)
         batches = self._batches()
-        under_way: deque[list[MicroBatch]] = deque()
+        in_flight: deque[list[MicroBatch]] = deque()
         stopped = False
         with Console(self.run.root.name, total, self.step, self.runtime.is_main) as self.console, times:
             while self.step < total and not stopped:
                 begin = time.perf_counter()
                 times.begin_step()
-                under_way.append(next(batches))
+                in_flight.append(next(batches))
                 times.has_data()
                 report.add_data_wait(time.perf_counter() - begin)
                 self.nonfinite.prepare(self.engine.module)
                 with self.engine.measuring(), self.stage_metrics.watch(self.engine, self.step):
-                    outcomes = self.run_step(under_way[-1])
+                    outcomes = self.run_step(in_flight[-1])
                 times.end_step()
                 self._replan_offloading()
                 self.step += 1
-                bad_rows = [row for batch in under_way[-1] for row in batch.bad_rows if self.dims.is_data_leader]
+                bad_rows = [row for batch in in_flight[-1] for row in batch.bad_rows if self.dims.is_data_leader]
                 self.run.list_bad_rows(self.runtime.rank, self.step, bad_rows)
                 if self.step == stop_after:
                     outcomes += self.train_step.flush()
                 for outcome in outcomes:
-                    self._observe(outcome, under_way.popleft(), report)
+                    self._observe(outcome, in_flight.popleft(), report)
                 if self.step == total or self.stage.is_due:
                     self.engine.use_delayed_gradients()
                 # All ranks have the same requests here, so that they stop and save after the same step.
@@ -262,7 +262,7 @@ class Trainer:
 
     def _build_engine(self) -> None:
         self.engine = build_engine(self.config, self.runtime, self.stage.sharing)
-        kind = FlushlessTrainStep if self.config.is_asynchronous else TrainStep
+        kind = AsyncTrainStep if self.config.is_asynchronous else TrainStep
         self.train_step = kind(self.engine, self.config, self.runtime, self.stage)
 
     def _open_sample_grids(self) -> SampleGrids | None:

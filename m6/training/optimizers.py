@@ -129,7 +129,7 @@ def gradient_dtype_of(settings: OffloadSettings, dtype: torch.dtype, passes: int
 
 
 def next_weights_of(config: RunConfig, passes: int, shared: bool) -> NextWeights | None:
-    """Where late updates put new weights: in the place of a gradient, or in a copy if gradients add up there."""
+    """Where delayed updates put new weights: in the place of a gradient, or in a copy if gradients add up there."""
     if config.m6.gradient_delay is None:
         return None
     return "gradient" if passes == 1 and not shared else "copy"
@@ -149,8 +149,8 @@ def expert_optimizer(config: RunConfig) -> tuple[OptimizerSettings, float]:
     elif own.type == "Muon":
         beta1, beta2 = own.betas
         momentum = MUON_MOMENTUM if own.momentum is None else own.momentum
-        made = OptimizerSettings("muon", beta1=beta1, beta2=beta2, epsilon=own.eps, momentum=momentum)
-        made = replace(made, vector_rate=(own.adamw_lr or own.lr) / own.lr)
+        rate = (own.adamw_lr or own.lr) / own.lr
+        made = OptimizerSettings("muon", beta1, beta2, own.eps, momentum=momentum, vector_rate=rate)
     else:
         beta1, beta2 = own.betas
         made = OptimizerSettings("adamw", beta1=beta1, beta2=beta2, epsilon=own.eps)

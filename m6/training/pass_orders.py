@@ -85,7 +85,7 @@ def sliced_orders(ranks: int, slices: tuple[int, ...]) -> Orders:
     return tuple(orders)
 
 
-def flushless_orders(ranks: int, micro_batches: int, steps: int) -> Orders:
+def async_orders(ranks: int, micro_batches: int, steps: int) -> Orders:
     """The order of the passes of several steps without a flush between them: PipeDream-2BW (arXiv 2006.09503).
 
     It is 1F1B over the micro-batches of all steps, numbered consecutively. At the end of a step the rank of stage s has

@@ -243,7 +243,7 @@ class TrainStep:
         return [name for name, value in zip(self.sparse, entropy, strict=True) if not math.isfinite(value)]
 
 
-class FlushlessTrainStep(TrainStep):
+class AsyncTrainStep(TrainStep):
     """Begins a step, and ends the previous step.
 
     No rank waits for the end of the new step; its sums are also read one step later. All passes end before the run

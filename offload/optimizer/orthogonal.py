@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ITERATIONS = 5
-"""Iterations that make a matrix orthogonal."""
+from offload.optimizer.settings import MUON_ITERATIONS
 
 # The polynomial a x + b x^3 + c x^5 moves singular values between 0 and 1 towards 1 (Jordan et al. 2024,
 # https://kellerjordan.github.io/posts/muon/).
@@ -29,7 +28,7 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     wide = torch.float64 if matrices.device.type == "cpu" else torch.float32
     norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=wide).to(matrices.dtype)
     x = (x / norms.clamp(min=_EPS)).to(dtype)
-    for _ in range(ITERATIONS):
+    for _ in range(MUON_ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(matrices.dtype)

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+MUON_ITERATIONS = 5
+"""Iterations that make the matrix of an update orthogonal."""
+
 
 @dataclass(frozen=True)
 class OptimizerSettings:

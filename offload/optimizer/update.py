@@ -59,30 +59,14 @@ def update(
         settings = replace(settings, weight_decay=0.0)
     if settings.kind == "muon" and weight.dim() == 2:
         settings, learning_rate = replace(settings, kind="adamw"), learning_rate * settings.vector_rate
-    if settings.kind == "muon":
+    if settings.kind in ("muon", "adafactor"):
+        compute_one = _muon if settings.kind == "muon" else _adafactor
         remainders = [None] * len(weight) if remainder is None else remainder.unbind(0)
-        for own, own_remainder, grad, momentum, new in zip(
-            weight.unbind(0),
-            remainders,
-            gradient.unbind(0),
-            states["momentum_buffer"].unbind(0),
-            target.unbind(0),
-            strict=True,
-        ):
-            master = read_master(own, own_remainder)
-            change = _muon(settings, grad.float() * coefficient, momentum).mul_(learning_rate)
-            keep = 1 - learning_rate * settings.weight_decay
-            write_master(master * keep - change, new, own_remainder, step)
-        return
-    if settings.kind == "adafactor":
-        remainders = [None] * len(weight) if remainder is None else remainder.unbind(0)
-        rows, columns = states["row_var"].unbind(0), states["col_var"].unbind(0)
-        for own, own_remainder, grad, row, column, new in zip(
-            weight.unbind(0), remainders, gradient.unbind(0), rows, columns, target.unbind(0), strict=True
-        ):
+        stacks = (weight, gradient, *(states[name] for name in settings.states(weight.shape)), target)
+        for own_remainder, *parts in zip(remainders, *(stack.unbind(0) for stack in stacks), strict=True):
             flat = None if own_remainder is None else _matrix(own_remainder)
-            own, grad, row, column, new = (_matrix(part) for part in (own, grad, row, column, new))
-            _adafactor(settings, step, learning_rate, coefficient, own, flat, grad, row, column, new)
+            own, *others = map(_matrix, parts)
+            compute_one(settings, step, learning_rate, coefficient, own, flat, *others)
         return
     # All scalars are computed in double precision here, so the kernel and PyTorch get the same fp32 numbers.
     keep = 1 - learning_rate * settings.weight_decay
@@ -140,15 +124,29 @@ def _sgd(master: Tensor, gradient: Tensor, buffers: Sequence[Tensor], scalars: S
     return master * keep - gradient * rate
 
 
-def _muon(settings: OptimizerSettings, gradient: Tensor, momentum: Tensor) -> Tensor:
-    """Returns the change of one matrix [rows, columns], and updates its momentum.
+def _muon(
+    settings: OptimizerSettings,
+    step: int,
+    learning_rate: float,
+    coefficient: float,
+    weight: Tensor,
+    remainder: Tensor | None,
+    gradient: Tensor,
+    momentum: Tensor,
+    target: Tensor,
+) -> None:
+    """Updates one matrix [rows, columns].
 
-    The products are in fp32, of one matrix at a time: those of a stack could round differently for another chunk size.
+    The products are in fp32, of one matrix at a time: products of a stack could round differently for another chunk
+    size.
     """
+    gradient = gradient.float() * coefficient
     momentum.lerp_(gradient, 1 - settings.momentum)
     direction = gradient.lerp_(momentum, settings.momentum)
     rows, columns = direction.shape
-    return orthogonal(direction[None], torch.float32)[0].mul_(update_scale((rows, columns)))
+    change = orthogonal(direction[None], torch.float32)[0].mul_(learning_rate * update_scale((rows, columns)))
+    keep = 1 - learning_rate * settings.weight_decay
+    write_master(read_master(weight, remainder) * keep - change, target, remainder, step)
 
 
 def _matrix(part: Tensor) -> Tensor:

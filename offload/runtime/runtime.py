@@ -254,12 +254,12 @@ class OffloadRuntime:
         self._updates.publish()
 
     @property
-    def late_update(self) -> DelayedUpdate | None:
+    def delayed_update(self) -> DelayedUpdate | None:
         """The update to apply in the next step. To restore one: assign this, then ``write`` the gradients."""
         return self._updates.waiting
 
-    @late_update.setter
-    def late_update(self, update: DelayedUpdate) -> None:
+    @delayed_update.setter
+    def delayed_update(self, update: DelayedUpdate) -> None:
         self._updates.wait_with(self._slots, update)
 
     def skip(self) -> None:
@@ -353,7 +353,7 @@ class OffloadRuntime:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The names of a parameter's values: ``WEIGHT``, the optimizer's states, and ``LATE_GRADIENT`` if it waits."""
-        waiting = () if self.late_update is None else (LATE_GRADIENT,)
+        waiting = () if self.delayed_update is None else (LATE_GRADIENT,)
         return (WEIGHT, *self._slots[0].layout.state_names, *waiting)
 
     def read(self, kind: str, stack: str) -> dict[str, Tensor]:

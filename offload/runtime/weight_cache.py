@@ -172,7 +172,7 @@ class WeightCache:
 
     def _upload(self, slot: Slot) -> None:
         """Starts to upload a chunk's weights, after the host's last work on them."""
-        if not self._late:  # a late update never writes published weights
+        if not self._late:  # a delayed update never writes published weights
             self._workers.wait(slot.job)
         assert isinstance(slot.home, HostBlock)
         self._device.acquire(slot.replica)

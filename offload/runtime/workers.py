@@ -1,4 +1,4 @@
-"""Host threads for work concurrent with the device's computation."""
+"""Host threads for work during the device's computation."""
 
 from __future__ import annotations
 

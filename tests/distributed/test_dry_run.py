@@ -153,10 +153,10 @@ def plans_follow_the_budgets(_: None) -> None:
     assert formula.store + formula.owned_experts == tight.host_bytes + tight.owned_bytes
     assert formula.owned_experts == pytest.approx(tight.owned_bytes, abs=2 * tight.expert_bytes / tight.chunks)
     # Interleaved micro-batches send one gradient of 16 bits, and their sums are in the memory of the activations.
-    interleaved_s = offloaded()
-    interleaved_s["m6"]["training"]["overlap_micro_batches"] = 2
-    interleaved_s["train_batch_size"] *= 2
-    [_, together] = dry_plan.dry_plans(parse_config(interleaved_s), 16, 5, nodes)
+    interleaved = offloaded()
+    interleaved["m6"]["training"]["overlap_micro_batches"] = 2
+    interleaved["train_batch_size"] *= 2
+    [_, together] = dry_plan.dry_plans(parse_config(interleaved), 16, 5, nodes)
     assert together.expert_bytes == real.expert_bytes
     assert together.setup.trace.gradients_per_chunk() == real.setup.trace.gradients_per_chunk()
     assert len(together.setup.trace.moments) == 2 * len(real.setup.trace.moments)

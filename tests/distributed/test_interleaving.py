@@ -1,4 +1,4 @@
-"""Interleaved micro-batches: the numbers of one after the other, and what runs concurrent what."""
+"""Interleaved micro-batches: the numbers of one after the other, and what runs during what."""
 
 import json
 from collections.abc import Iterable
@@ -218,7 +218,7 @@ def test_plans_of_offloaded_experts_know_the_turns(folder: Path):
         runs.append((document, folder / f"planned {name}"))
     run_distributed(offload_as_planned, 2, runs)
     records = [json.loads((root / MEMORY_RECORD).read_text()) for _, root in runs]
-    interleaved_s, alone, again = ([moment["chunk"] for moment in record["planned"]] for record in records)
-    assert sorted(interleaved_s) == sorted(alone)
-    assert interleaved_s != alone
+    interleaved, alone, again = ([moment["chunk"] for moment in record["planned"]] for record in records)
+    assert sorted(interleaved) == sorted(alone)
+    assert interleaved != alone
     assert len(again) == 1.5 * len(alone)

@@ -131,8 +131,9 @@ def compare_partitions(base: dict[str, Any]) -> None:
     runtime = start()
     engine = build_engine(parse_config(base), runtime)
     mesh, zero = engine._mesh, engine._deepspeed.optimizer
-    same_experts = expert_group("expert_data_parallel", 2)
-    groups = PartGroups(None, expert_group("expert_parallel", 2))
+    ep_size = mesh.dims.ep
+    same_experts = expert_group("expert_data_parallel", ep_size) or mesh.replicas
+    groups = PartGroups(None, expert_group("expert_parallel", ep_size))
     parameters = [each for each in engine.module.parameters() if each.requires_grad]
     generator, sums = torch.Generator().manual_seed(runtime.rank), {}
     for index, parameter in enumerate(parameters):
@@ -179,8 +180,9 @@ def recording_all_reduces() -> Iterator[list[int]]:
 
 def test_at_stage_1_a_rank_gets_the_sums_of_its_partition_only(folder: Path):
     """Of experts over the ranks with the same experts, of the rest over all copies of the stage."""
-    stages = {"m6__parallel__pipeline": pipeline(2, "zbv"), "m6__training__ep_size": 2}
-    run_distributed(compare_partitions, 4, document(folder, **stages))
+    for ep_size in (1, 2):  # two ranks with the same experts, or one
+        stages = {"m6__parallel__pipeline": pipeline(2, "zbv"), "m6__training__ep_size": ep_size}
+        run_distributed(compare_partitions, 4, document(folder, **stages))
 
 
 def count_passes(base: dict[str, Any]) -> None:

@@ -55,9 +55,14 @@ def arrows(package: str) -> Iterator[tuple[str, str, str]]:
         parts = file.relative_to(ROOT).with_suffix("").parts
         unit = parts[depth]
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom) or node.module is None or unit.startswith("__"):
+            if unit.startswith("__"):
                 continue
-            names = [node.module] if node.module != package else [f"{package}.{alias.name}" for alias in node.names]
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                names = [node.module] if node.module != package else [f"{package}.{alias.name}" for alias in node.names]
+            else:
+                continue
             for name in names:
                 if name.startswith(f"{package}.") and (target := name.split(".")[depth]) != unit:
                     yield unit, target, f"{'/'.join(parts)}.py:{node.lineno}"

@@ -103,27 +103,6 @@ def test_a_package_gives_its_names_when_they_are_asked_for(package: ModuleType):
         getattr(package, "Layers")  # noqa: B009
 
 
-def imported_modules(file: Path) -> Iterator[str]:
-    """The full names of the modules that a file may import anywhere, inside functions too."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def test_training_imports_no_planner():
-    """Not even inside of a function: the planner prices what training does, and depends on it."""
-    found = [
-        f"{file.relative_to(ROOT)}: {name}"
-        for file in modules("m6/training")
-        for name in imported_modules(file)
-        if name.startswith("m6.planning")
-    ]
-    assert not found
-    assert modules("m6/training"), "the walk found no files"
-
-
 LOADED = """
 import atexit, sys
 from m6.cli.main import main

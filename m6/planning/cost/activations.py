@@ -22,7 +22,7 @@ from m6.config.run import RunConfig
 from m6.model.attention import LONGEST_PRODUCTS
 from m6.model.patch_encoders import build_patch_encoder
 from m6.planning.cost.layout import ParallelLayout
-from m6.planning.cost.schedules import filled_step, most_under_way
+from m6.planning.cost.schedules import filled_step, most_in_flight
 from m6.training.sizes import FP32, BatchShape, Precision
 from m6.training.storages import SavedTensors
 from moe.config import MoEConfig
@@ -281,8 +281,8 @@ class PipelineActivations:
         """
         each = [self._stage(layers) for layers in stages]
         number = filled_step(settings, micro_batches)
-        under_way = most_under_way(settings.schedule, settings.num_ranks, number, settings.stages_per_rank())
-        kept = max(sum(map(int.__mul__, counts, each)) for counts in under_way[place])
+        in_flight = most_in_flight(settings.schedule, settings.num_ranks, number, settings.stages_per_rank())
+        kept = max(sum(map(int.__mul__, counts, each)) for counts in in_flight[place])
         return kept + self._once(stages) // self._tp_size
 
     def between_steps(self, settings: PipelineSettings, place: int, stages: Sequence[range]) -> int:

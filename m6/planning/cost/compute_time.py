@@ -172,7 +172,7 @@ class HostTime:
         The first forward pass overlaps with the update and the copies of the weights. Other forward passes overlap with
         copies of the weights. Backward passes overlap with copies of the weights and, in the other direction, of
         gradients; the host adds these up. Each copy takes as long as the link to the device or the host's memory,
-        whichever is slower. A late update overlaps with all passes.
+        whichever is slower. A delayed update overlaps with all passes.
 
         Args:
             num_gradients: of a parameter in the step.

@@ -45,7 +45,7 @@ class ExpertStore:
         optimizer: the experts' optimizer.
         chunk_bytes: the largest copy.
         num_threads: threads for the update of experts.
-        next_weights: where late updates put new weights; None: updates are not late.
+        next_weights: where delayed updates put new weights; None: updates are not delayed.
         update_flops: FLOPs of the products in the update of a parameter.
     """
 

@@ -163,10 +163,10 @@ class MemoryModel:
         """
         part, pipeline = self._part(layout, stages), layout.pipeline
         counts = self._counts_of(layout, part)
-        states, under_way = self._with_own_sums(self._states(layout, counts), layout, counts.divided(layout), part), 0
+        states, in_flight = self._with_own_sums(self._states(layout, counts), layout, counts.divided(layout), part), 0
         if pipeline is not None and is_asynchronous(self.config, layout):
             states = self._with_two_versions(states, layout, place, counts.divided(layout))
-            under_way = self._pipelined(layout).between_steps(pipeline, place, stages)
+            in_flight = self._pipelined(layout).between_steps(pipeline, place, stages)
         if pipeline is not None and holds_copy_of_table(pipeline, place):
             numel = self.config.model.vocab_size * self.config.model.hidden_size // layout.outer_parts
             copy = numel * self.precision.weights
@@ -179,7 +179,7 @@ class MemoryModel:
         rest = replace(
             states,
             activations=self._activation_bytes(layout, place, stages),
-            update=states.update + math.ceil(under_way * self.profile.activation_factor),
+            update=states.update + math.ceil(in_flight * self.profile.activation_factor),
             process=self.profile.process_bytes,
             host_process=self.profile.host_bytes,
         )
@@ -309,7 +309,7 @@ class MemoryModel:
         return MemoryFootprint(
             weights=numel * FP32 + counts.fixed(self.precision.weights),
             gradients=numel * FP32,
-            optimizer_state=counts.moments(optimizer_type) + self._late_bytes(numel),
+            optimizer_state=counts.moments(optimizer_type) + self._delayed_bytes(numel),
             buckets=copies,
             update=2 * counts.largest_update * FP32
             if optimizer_type == "Adafactor"
@@ -335,7 +335,7 @@ class MemoryModel:
             weights=weights,
             gradients=gradients * width,
             optimizer_state=sum(group.state(part) for part, group in zip(partitions, groups, strict=True)) * FP32
-            + self._late_bytes(owned),
+            + self._delayed_bytes(owned),
             buckets=bucket,
             # DeepSpeed copies the gradients of a parameter group into one tensor, and 16-bit ones from there to fp32.
             update=max(
@@ -392,7 +392,7 @@ class MemoryModel:
         gradients = shared_gradients(part, layout)
         return FP32 * sum(gradient.numel for gradient in gradients if is_compressed(gradient, settings))
 
-    def _late_bytes(self, owned: int) -> int:
+    def _delayed_bytes(self, owned: int) -> int:
         """Bytes of delayed gradients in fp32. They wait for the end of the next step."""
         return 0 if self.config.m6.gradient_delay is None else owned * FP32
 

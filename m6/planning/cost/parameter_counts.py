@@ -16,7 +16,7 @@ from m6.training.optimizers import (
     moment_bytes,
 )
 from m6.training.sizes import FP32
-from offload.optimizer.orthogonal import ITERATIONS
+from offload.optimizer.settings import MUON_ITERATIONS
 
 _MOMENTS_OF_MATRICES = {"AdamW": ADAMW_MOMENTS, "Lamb": ADAMW_MOMENTS, "Muon": 1, "Lars": 1}
 """Elements of state for each element of a matrix of a block, of the optimizers for parts of matrices."""
@@ -50,7 +50,7 @@ class MuonMatrices:
         """The products of one update of one matrix."""
         short, long = sorted((self.rows, self.columns))
         shapes = ((short, short, long), (short, short, short), (short, long, short))
-        return [Matmul(m, n, k, dtype, ITERATIONS) for m, n, k in shapes]
+        return [Matmul(m, n, k, dtype, MUON_ITERATIONS) for m, n, k in shapes]
 
     def temporaries(self, width: int) -> int:
         """Bytes of the largest batch's temporaries; ``width``: bytes of an element in products."""

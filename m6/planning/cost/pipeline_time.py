@@ -11,7 +11,7 @@ from m6.config.pipeline import PipelineSettings
 from m6.config.run import RunConfig
 from m6.planning.cost.compute_time import LayerTime, StepTime
 from m6.planning.cost.layout import ParallelLayout, is_asynchronous
-from m6.planning.cost.schedules import StageSeconds, flushless_step_s, step_s
+from m6.planning.cost.schedules import StageSeconds, async_step_s, step_s
 from m6.planning.cost.stage_cuts import Fits, Shape, Suits, cut_layers
 from m6.planning.machine.cluster import Cluster, Nodes
 
@@ -64,14 +64,14 @@ class PipelineTime:
         times = {name: seconds * steps for name, seconds in slowest.parts().items()}
         message_s = self._message_s(layout)
         if is_asynchronous(self._config, layout):
-            whole = flushless_step_s(settings.num_ranks, steps, stages, message_s, self.steps_between_flushes)
+            whole = async_step_s(settings.num_ranks, steps, stages, message_s, self.steps_between_flushes)
         else:
             whole = step_s(settings, steps, stages, message_s)
         return StepTime(**{**times, "bubble": whole - sum(times.values())})
 
     @functools.cached_property
     def steps_between_flushes(self) -> float:
-        """The mean number of steps between two flushes of a asynchronous pipeline, e.g. for checkpoints."""
+        """The mean number of steps between two flushes of an asynchronous pipeline, e.g. for checkpoints."""
         total = self._config.m6.training.total_steps
         return total / sum(map(self._config.flushes_after, range(1, total + 1)))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from m6.config.pipeline import PipelineSettings
-from m6.training.pass_orders import PASS_KINDS, Orders, Pass, PassKind, flushless_orders, orders_of
+from m6.training.pass_orders import PASS_KINDS, Orders, Pass, PassKind, async_orders, orders_of
 
 _FILLED_ROUNDS = 4  # rounds of all ranks after which every schedule repeats itself
 
@@ -124,7 +124,7 @@ def step_s(settings: PipelineSettings, micro_batches: int, stages: Sequence[Stag
     return longer + (longer - run(filled)) / ranks * (micro_batches - filled - ranks)
 
 
-def flushless_step_s(
+def async_step_s(
     ranks: int, micro_batches: int, stages: Sequence[StageSeconds], message_s: float, steps: float
 ) -> float:
     """Seconds of a step, waits included, in a pipeline with a flush after every ``steps`` steps.
@@ -136,7 +136,7 @@ def flushless_step_s(
     """
     filled = min(int(steps * micro_batches), _FILLED_ROUNDS * ranks)
     period = period_s(stages, message_s)
-    waits = run_clock(flushless_orders(ranks, filled, 1), stages, message_s) - filled * period
+    waits = run_clock(async_orders(ranks, filled, 1), stages, message_s) - filled * period
     return micro_batches * period + waits / steps
 
 
@@ -157,7 +157,7 @@ def period_s(stages: Sequence[StageSeconds], message_s: float) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def most_under_way(
+def most_in_flight(
     schedule: str, ranks: int, micro_batches: int, stages_per_rank: int
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """The number of micro-batches with saved activations: from the forward to the end of the backward pass.

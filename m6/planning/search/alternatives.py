@@ -110,7 +110,7 @@ def _without_flush(planner: Planner, best: PricedLayout) -> str:
     )
 
 
-def flushless_line(planner: Planner, best: PricedLayout, pipeline: PricedLayout) -> str:
+def async_line(planner: Planner, best: PricedLayout, pipeline: PricedLayout) -> str:
     """Markdown: the fastest pipeline without a flush between steps, or the reason why there is none.
 
     The search is limited to layouts with the offloading and the tensor groups of ``pipeline``.
@@ -241,7 +241,7 @@ def alternatives(planner: Planner, result: SearchResult) -> list[str]:
         lines.append("- Pipelines: none runs and fits." if other is None else _comparison(best, other))
         pipeline = result.fastest(pipeline=True)
         if pipeline is not None and planner.config.m6.gradient_delay is None:  # the delay allows no slices
-            lines += [flushless_line(planner, best, pipeline), _slice_line(planner, pipeline)]
+            lines += [async_line(planner, best, pipeline), _slice_line(planner, pipeline)]
         lines.append(tensor_line(planner, best))
     if planner.cluster.is_mixed:
         lines.append(_share_line(planner, best))

@@ -75,7 +75,7 @@ class Feasibility:
             len(set(layout.shares)) > 1,
         )
         if layout.overlap_micro_batches > 1:
-            key = (*key, "turns", layout.checkpointing)
+            key = (*key, "interleaved", layout.checkpointing)
         if layout.stream_experts:  # m6.offload has conditions of its own
             one_micro_batch = layout.accumulation(self.config.deepspeed.train_batch_size) == 1
             key = (*key, layout.checkpointing, one_micro_batch, layout.pp_size)

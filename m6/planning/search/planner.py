@@ -112,12 +112,12 @@ class Planner:
                 chosen = dict(zip(axes, values, strict=True))
                 # Streaming is considered if a rank holds only a share of the experts.
                 streams = (False, True) if chosen["ep_size"] > 1 else (False,)
-                interleaved_s = chosen["ep_size"] > 1 and tp_size == pp_size == 1
-                at_once = self._values("overlap_micro_batches", (1, 2) if interleaved_s else (1,))
-                for stream, turns in itertools.product(self._values("stream_experts", streams), at_once):
+                may_interleave = chosen["ep_size"] > 1 and tp_size == pp_size == 1
+                at_once = self._values("overlap_micro_batches", (1, 2) if may_interleave else (1,))
+                for stream, count in itertools.product(self._values("stream_experts", streams), at_once):
                     sizes = {"tp_size": tp_size, "placement": placement, "pp_size": pp_size}
                     layout = ParallelLayout(
-                        world, stream_experts=stream, overlap_micro_batches=turns, **sizes, **chosen
+                        world, stream_experts=stream, overlap_micro_batches=count, **sizes, **chosen
                     )
                     if pp_size > 1 and "cut" in self.forced:
                         layout = replace(layout, cut=self.forced["cut"])

@@ -103,10 +103,10 @@ class AsyncPipelineEngine(PipelineEngine):
 
     def _take_next_version(self) -> None:
         """Updates the parameters to the weights of the new step."""
-        assert self._late is not None
+        assert self._delayed is not None
         if not self._has_next_version:
             with self._set_aside():
-                self._late.use()
+                self._delayed.use()
         self._has_next_version = False
 
     # Passes

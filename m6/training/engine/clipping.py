@@ -1,4 +1,6 @@
-"""The global gradient norm in two cases not covered by DeepSpeed: ZeRO stage 0, and offloaded experts."""
+"""The global gradient norm in three cases not covered by DeepSpeed: ZeRO stage 0, partitions of pipelines, and
+offloaded experts.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from m6.checkpoints.format import Fragment, WeightReader
 from m6.config.run import RunConfig
 from m6.training.engine.partitions import is_expert, take_gradient
-from m6.training.engine.reducer import AllReducedGradients, GradientReducer
+from m6.training.engine.reducer import GradientReducer, PipelineGradients
 from m6.training.engine.tensor_norms import norms_of
 from m6.training.mesh import Mesh, expert_group
 from m6.training.reduction.collectives import CountedCollectives
@@ -32,7 +32,7 @@ class CompressedGradients(GradientReducer):
 
     def __init__(self, config: RunConfig, mesh: Mesh, module: nn.Module) -> None:
         super().__init__(mesh, module)
-        self._whole = AllReducedGradients(mesh, module, torch.float32)
+        self._whole = PipelineGradients(mesh, module, torch.float32)
         self._names = {each: name for name, each in module.named_parameters() if each.requires_grad}
         dense = {name: gradient_tensor(name, each) for each, name in self._names.items() if not is_expert(each)}
         self._collectives = CountedCollectives(mesh.replicas)

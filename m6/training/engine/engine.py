@@ -25,9 +25,10 @@ from m6.model.stages import ModelStage
 from m6.training.engine import state
 from m6.training.engine.clipping import PartGroups, clip_gradients, count_in_norm, gradient_norm, shrink
 from m6.training.engine.partitions import give_partition, is_expert, is_partitioned
-from m6.training.engine.reducer import AllReducedGradients, GradientReducer
+from m6.training.engine.reducer import GradientReducer, PipelineGradients
 from m6.training.engine.state import fragments
 from m6.training.mesh import Mesh, expert_group, named_expert_group
+from m6.training.optimizers import DTYPES
 from m6.training.replicas import Replicated
 from m6.training.storages import storage_bytes
 
@@ -43,8 +44,6 @@ LossFunction = Callable[[MicroBatch, M6Output], Tensor]
 
 An engine may have the output in parts. Each part then has the auxiliary loss and the statistics of some layers, with
 zeros for the other layers. One part has the losses of the targets."""
-
-_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class Engine:
         self._reduces_alone = deepspeed.enable_backward_allreduce
         self.averaged_over = 1 if self._reducer.measures_sums else mesh.dims.dp
         self._loss_scale = state.LossScale(deepspeed.optimizer) if self._zero_stage > 0 else None
-        self._late = _late_gradients(config, deepspeed)
+        self._delayed = _delayed_gradients(config, deepspeed)
         # At stage 0 our own clipping adds the experts to the norm, see ``update``.
         if offloaded is not None and self._zero_stage > 0:
             count_in_norm(deepspeed.optimizer, lambda: offloaded.squares)
@@ -184,7 +183,7 @@ class Engine:
         """Runs the model on several interleaved micro-batches, see ``m6.model.stages``, or on a single micro-batch."""
         if len(batches) == 1:
             return [self.forward(batches[0], seeds[0])]
-        return _forward_in_turns(self._deepspeed, batches, seeds, self._device)
+        return _forward_interleaved(self._deepspeed, batches, seeds, self._device)
 
     def forward(self, batch: MicroBatch, seed: int | None = None) -> M6Output:
         """Runs the model on a micro-batch on the engine's device; the output has no logits.
@@ -245,20 +244,20 @@ class Engine:
             reported = self._deepspeed.get_global_grad_norm()
             # DeepSpeed reports no norm for a skipped step.
             norm = float("inf") if skipped or reported is None else float(reported)
-        if self._late is not None:
-            self._late.end_step(self._learning_rate, skipped)
+        if self._delayed is not None:
+            self._delayed.end_step(self._learning_rate, skipped)
         if self.offloaded is not None:
             self.offloaded.update(self._learning_rate, norm, loss_scale)
         return Update(norm, skipped, loss_scale)
 
     def _optimize(self) -> None:
-        with nullcontext() if self._late is None else self._late.exchanging():
+        with nullcontext() if self._delayed is None else self._delayed.exchanging():
             self._deepspeed.step()
 
     def use_delayed_gradients(self) -> None:
         """Updates the weights with the delayed gradients of the last step, if there are any."""
-        if self._late is not None:
-            self._late.use()
+        if self._delayed is not None:
+            self._delayed.use()
         if self.offloaded is not None:
             self.offloaded.runtime.use_delayed_gradients()
 
@@ -384,9 +383,9 @@ class Engine:
         scaler = {} if self._loss_scale is None else self._loss_scale.state()
         if scaler:
             counters["loss_scaler"] = scaler
-        if self._late is not None and self._late.learning_rate is not None:
-            experts = {} if self.offloaded is None else self.offloaded.late_update()
-            counters[LATE_UPDATE] = {"learning_rate": self._late.learning_rate, **experts}
+        if self._delayed is not None and self._delayed.learning_rate is not None:
+            experts = {} if self.offloaded is None else self.offloaded.delayed_update()
+            counters[LATE_UPDATE] = {"learning_rate": self._delayed.learning_rate, **experts}
         return counters
 
     def expect(self, counters: dict[str, Any], checkpoint: str) -> None:
@@ -402,13 +401,13 @@ class Engine:
         if waiting is None:
             return
         offloads = "experts_coefficient" in waiting
-        if self._late is None or offloads != (self.offloaded is not None):
+        if self._delayed is None or offloads != (self.offloaded is not None):
             section = "with" if offloads else "without"
             raise UserError(
                 f"{checkpoint}: holds gradients that wait for the end of the next step, and this run would lose them; "
                 f"go on with m6.gradient_delay and {section} m6.offload, or from a checkpoint of a finished run"
             )
-        self._late.expect(waiting["learning_rate"])
+        self._delayed.expect(waiting["learning_rate"])
         if self.offloaded is not None:
             self.offloaded.expect(waiting)
 
@@ -435,7 +434,7 @@ class Engine:
         return [*resident, *(p.grad for p in self.module.parameters() if p.grad is not None)]
 
 
-def _forward_in_turns(
+def _forward_interleaved(
     deepspeed: DeepSpeedEngine, batches: Sequence[MicroBatch], seeds: Sequence[int], device: torch.device
 ) -> list[M6Output]:
     """Runs the model on interleaved micro-batches, to overlap computation with the exchange of tokens.
@@ -447,7 +446,7 @@ def _forward_in_turns(
     layers = ModelStage.whole(deepspeed.module)
     inputs = [(batch.model_inputs(), batch.labels) for batch in batches]
     # DeepSpeed's forward pass calls its module, with its autocast and with the hooks for its backward pass.
-    vars(deepspeed.module)["forward"] = functools.partial(layers.interleaved_s, inputs, seeds, device)
+    vars(deepspeed.module)["forward"] = functools.partial(layers.forward_interleaved, inputs, seeds, device)
     try:
         outputs: list[M6Output] = deepspeed()
     finally:
@@ -468,7 +467,7 @@ def _reducer(config: RunConfig, mesh: Mesh, module: nn.Module, offloaded: Offloa
 
         return CompressedGradients(config, mesh, module)
     if config.pipeline is not None:
-        return AllReducedGradients(mesh, module, _TYPES.get(config.deepspeed.keys.get("communication_data_type", "")))
+        return PipelineGradients(mesh, module, DTYPES.get(config.deepspeed.keys.get("communication_data_type", "")))
     return GradientReducer(mesh, module)
 
 
@@ -480,7 +479,7 @@ def _divided_matrices(mesh: Mesh, module: nn.Module) -> DividedMatrices | None:
     return DividedMatrices(mesh, module)
 
 
-def _late_gradients(config: RunConfig, deepspeed: DeepSpeedEngine) -> DelayedGradients | None:
+def _delayed_gradients(config: RunConfig, deepspeed: DeepSpeedEngine) -> DelayedGradients | None:
     if config.m6.gradient_delay is None:
         return None
     from m6.training.engine.delayed_gradients import DelayedGradients

@@ -100,12 +100,13 @@ def scatter_sums(zero: Any, sent_type: torch.dtype | None) -> None:
         ranks = dist.get_world_size(group)
         dtype = zero.gradient_accumulation_dtype
         partition = torch.empty(numel, dtype=dtype, device=parameters[0].device)
-        flat = _FlatGradients(parameters, zero.round_robin_bit16_offsets[index])
-        for begin in range(0, numel, max(1, BUCKET_ELEMENTS // ranks)):
-            own = partition[begin : begin + max(1, BUCKET_ELEMENTS // ranks)]
+        offsets = zero.round_robin_bit16_offsets[index]
+        step = max(1, BUCKET_ELEMENTS // ranks)
+        for begin in range(0, numel, step):
+            own = partition[begin : begin + step]
             rows = torch.zeros(ranks, own.numel(), dtype=sent_type or parameters[0].dtype, device=own.device)
             for rank, row in enumerate(rows):
-                flat.read(rank * numel + begin, row)
+                _read_gradients(parameters, offsets, rank * numel + begin, row)
             total = rows[0]
             if ranks > 1:
                 total = torch.empty_like(rows[0])
@@ -121,26 +122,27 @@ def partition_pieces(zero: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
     for index, gradients in zero.averaged_gradients.items():
         [partition] = gradients
         begin = dist.get_rank(zero.real_dp_process_group[index]) * partition.numel()
-        offsets = zero.round_robin_bit16_offsets[index]
-        for parameter, offset in zip(zero.round_robin_bit16_groups[index], offsets, strict=True):
-            start = max(begin, offset)
-            end = min(begin + partition.numel(), offset + parameter.numel())
-            if start < end:
-                yield parameter, partition[start - begin : end - begin]
+        parameters, offsets = zero.round_robin_bit16_groups[index], zero.round_robin_bit16_offsets[index]
+        for parameter, _, start, end in _overlaps(parameters, offsets, begin, begin + partition.numel()):
+            yield parameter, partition[start - begin : end - begin]
 
 
-class _FlatGradients:
-    """The gradients of parameters as ranges of one flat tensor, which is never built."""
+def _read_gradients(parameters: Sequence[nn.Parameter], offsets: Sequence[int], begin: int, row: Tensor) -> None:
+    """Copies the elements from ``begin`` on of the flat gradient into ``row``.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], offsets: Sequence[int]) -> None:
-        self._parameters, self._offsets = parameters, offsets
+    Padding and parameters without a gradient are skipped.
+    """
+    for parameter, offset, start, end in _overlaps(parameters, offsets, begin, begin + row.numel()):
+        if parameter.grad is not None:
+            row[start - begin : end - begin] = parameter.grad.reshape(-1)[start - offset : end - offset]
 
-    def read(self, begin: int, row: Tensor) -> None:
-        """Copies the elements from ``begin`` on into ``row``. Padding and parameters without a gradient are skipped."""
-        end = begin + row.numel()
-        first = max(0, bisect.bisect_right(self._offsets, begin) - 1)
-        last = bisect.bisect_left(self._offsets, end)
-        for parameter, offset in zip(self._parameters[first:last], self._offsets[first:last], strict=True):
-            start, stop = max(begin, offset), min(end, offset + parameter.numel())
-            if start < stop and parameter.grad is not None:
-                row[start - begin : stop - begin] = parameter.grad.reshape(-1)[start - offset : stop - offset]
+
+def _overlaps(
+    parameters: Sequence[nn.Parameter], offsets: Sequence[int], begin: int, end: int
+) -> Iterator[tuple[nn.Parameter, int, int, int]]:
+    """Yields each parameter between ``begin`` and ``end`` of a flat tensor, its offset, and its range between them."""
+    first, last = max(0, bisect.bisect_right(offsets, begin) - 1), bisect.bisect_left(offsets, end)
+    for parameter, offset in zip(parameters[first:last], offsets[first:last], strict=True):
+        start, stop = max(begin, offset), min(end, offset + parameter.numel())
+        if start < stop:
+            yield parameter, offset, start, stop

@@ -129,8 +129,8 @@ class PipelineEngine(Engine):
         self._optimize()
         if self._loss_scale is not None:
             self._loss_scale.change(skipped)
-        if self._late is not None:
-            self._late.end_step(ended.learning_rate, skipped)
+        if self._delayed is not None:
+            self._delayed.end_step(ended.learning_rate, skipped)
         if self.offloaded is not None:
             self.offloaded.update(ended.learning_rate, norm, scale)
         finite = ended.squares.isfinite().tolist()

@@ -1,4 +1,4 @@
-"""Gradient reduction: the interface of all reducers, and the all-reduce of pipelines."""
+"""Gradient reduction: the interface of all reducers, and the sums of pipelines."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class GradientReducer:
         """Continues after ``step`` steps."""
 
 
-class AllReducedGradients(GradientReducer):
+class PipelineGradients(GradientReducer):
     """All-reduces gradients, or at ZeRO stage 1 reduce-scatters them, if DeepSpeed does not see the passes.
 
     Args:

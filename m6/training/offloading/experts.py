@@ -173,19 +173,19 @@ class OffloadedExperts:
         else:
             self.runtime.skip()
 
-    def late_update(self) -> dict[str, float]:
+    def delayed_update(self) -> dict[str, float]:
         """Returns the delayed update's entries for a checkpoint's state; empty if there is no delayed update."""
-        waiting = self.runtime.late_update
+        waiting = self.runtime.delayed_update
         if waiting is None:
             return {}
         return {"experts_learning_rate": waiting.learning_rate, "experts_coefficient": waiting.coefficient}
 
     def expect(self, waiting: dict[str, float]) -> None:
-        """Allocates fragments for the delayed gradients of a checkpoint with this ``late_update``.
+        """Allocates fragments for the delayed gradients of a checkpoint with this ``delayed_update``.
 
         The gradients are raw: sums over ranks, with the loss scale. The coefficient undoes these factors.
         """
-        self.runtime.late_update = DelayedUpdate(waiting["experts_learning_rate"], waiting["experts_coefficient"])
+        self.runtime.delayed_update = DelayedUpdate(waiting["experts_learning_rate"], waiting["experts_coefficient"])
 
     # Plans
 

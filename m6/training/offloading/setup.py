@@ -355,7 +355,7 @@ def dry_trace(
             run_pipeline(model, config, dims, batch)
         elif at_once > 1:
             for _ in range(traced):
-                run_in_turns(model, at_once, batch)
+                run_interleaved(model, at_once, batch)
         else:
             for _ in range(traced):
                 output = model(**batch.model_inputs(), labels=batch.labels, return_logits=False)
@@ -388,14 +388,14 @@ def own_dims(config: RunConfig) -> ParallelDims:
     return ParallelDims.of(config, *own)
 
 
-def run_in_turns(model: M6ForConditionalGeneration, at_once: int, batch: MicroBatch) -> None:
+def run_interleaved(model: M6ForConditionalGeneration, at_once: int, batch: MicroBatch) -> None:
     """Runs the forward and the backward pass of interleaved micro-batches.
 
     Args:
         batch: stands for every micro-batch.
     """
     layers = ModelStage.whole(model)
-    outputs = layers.interleaved_s(
+    outputs = layers.forward_interleaved(
         [(batch.model_inputs(), batch.labels)] * at_once, [None] * at_once, torch.device("cpu")
     )
     losses = [loss for output in outputs for loss in (output.target_losses, output.aux_loss) if loss is not None]

@@ -113,8 +113,8 @@ WRONG = [
     ),
     (
         "m6.training.overlap_micro_batches=2",
-        "m6.training.ep_size 1 keeps all experts on a rank, so that no tokens are on their way, but "
-        "m6.training.overlap_micro_batches 2 has several micro-batches on their way; use "
+        "m6.training.ep_size 1 keeps all experts on a rank, so that there is no exchange to overlap, but "
+        "m6.training.overlap_micro_batches 2 interleaves several micro-batches; use "
         "m6.training.overlap_micro_batches 1, or use a larger m6.training.ep_size",
     ),
     (

@@ -60,9 +60,9 @@ def test_a_refusal_names_all_sizes_of_an_exchange():
         split.check("train_batch_size", 16)
     with pytest.raises(UserError, match=rf"they come in 2 neighbours \({sizes}\), and the 4 ranks need 4 or more"):
         replace(split, stated=None).check("train_batch_size", 4)
-    interleaved_s = replace(split, stated=None, at_once=3)
+    interleaved = replace(split, stated=None, at_once=3)
     with pytest.raises(UserError, match=rf"2 neighbours \({sizes}\) x overlap_micro_batches 3 = 6, and the 4 ranks"):
-        interleaved_s.check("train_batch_size", 16)
+        interleaved.check("train_batch_size", 16)
 
 
 def test_the_advice_keeps_a_stated_accumulation():

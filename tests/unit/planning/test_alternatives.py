@@ -27,7 +27,7 @@ from m6.planning.cost.memory import MemoryModel
 from m6.planning.machine.cluster import Cluster, RankGroup, load_cluster
 from m6.planning.machine.profile import Profile
 from m6.planning.reports import explanation
-from m6.planning.search.alternatives import alternatives, delay_line, flushless_line
+from m6.planning.search.alternatives import alternatives, async_line, delay_line
 from m6.planning.search.configuration import configure, parse_forced
 from m6.planning.search.planner import Planner, PricedLayout
 from tests.fixtures.plans import CONFIGS, brute_force, planner
@@ -189,7 +189,7 @@ def test_a_plan_prices_the_pipeline_without_a_flush():
     best, pipeline, found = result.best, result.fastest(pipeline=True), late.search(1).fastest(pipeline=True)
     assert pipeline is not None
     assert found is not None
-    line = flushless_line(subject, best, pipeline)
+    line = async_line(subject, best, pipeline)
     price = f"the fastest, {found.layout}, would take {found.time.total:.4g} s a step"
     assert price in line
     assert f"({found.time.total / best.time.total - 1:+.1%}) and {format_gb(found.footprint.peak)}" in line
@@ -201,12 +201,12 @@ def test_a_plan_prices_the_pipeline_without_a_flush():
         late, found
     )
     fp16 = planner("m6t_100b", "a100_80g_x128", forced=forced)
-    assert "fp16 changes the loss scale between two steps" in flushless_line(fp16, best, pipeline)
+    assert "fp16 changes the loss scale between two steps" in async_line(fp16, best, pipeline)
     streamed = planner("m6t_1t", "v100_32g_x480")
     layout = ParallelLayout(480, 240, pp_size=2, zero_stage=1, micro_batch_size=4, stream_experts=True)
     judged = streamed.evaluate(layout)
     assert isinstance(judged, PricedLayout)
-    assert "m6.offload has one version of the experts" in flushless_line(streamed, judged, judged)
+    assert "m6.offload has one version of the experts" in async_line(streamed, judged, judged)
 
 
 def test_what_does_not_wait_for_the_host_has_nothing_to_gain():

@@ -134,7 +134,7 @@ def test_long_experts_hide_all_but_the_first_and_the_last_part():
 def test_experts_hide_no_more_than_they_take():
     exposed = price()(ROUTED, 1.0, 0.0, 3).exposed
     short = price(overlap_parts=2)(ROUTED, exposed / 100, 0.0, 3)
-    # Each half computes concurrent an exchange of the other, in the backward pass twice as long.
+    # Each half overlaps with an exchange of the other, in the backward pass for twice as long.
     assert short.hidden == pytest.approx(3 * exposed / 100)
     assert price()(ROUTED, 1.0, exposed, 3).hidden > 0  # shared experts
 
@@ -145,7 +145,7 @@ def test_recomputation_is_one_more_forward_pass():
     assert four.hidden > three.hidden
 
 
-def test_turns_hide_less_where_they_end_with_each_layer():
+def test_interleaving_hides_less_where_they_end_with_each_layer():
     """With one layer recomputation is one more forward pass; with more, each layer exposes a beginning and an end."""
     one, layers = ((ROUTED, 1e-2, 1e-2, number, 2) for number in (1, 6))
     whole, apart = price().interleaved_s(*one), price().interleaved_layers_s(*one)
@@ -156,7 +156,7 @@ def test_turns_hide_less_where_they_end_with_each_layer():
 
 
 def test_gradients_that_may_wait_hide_exchanges():
-    """Where a pass computes longer concurrent than its exchange takes, and experts shorter."""
+    """The exchange takes less time than the concurrent computation of a pass, and more than its experts."""
     exchange = price()(ROUTED, 0.0, 0.0, 3).exposed / 6  # of one way
     sizes = (ROUTED, exchange / 4, 0.75 * exchange, 6, 2)
     at_once, deferred = (price().interleaved_s(*sizes, deferred=share * exchange) for share in (0.0, 0.5))

@@ -35,7 +35,7 @@ from m6.training.engine.build import build_engine
 from m6.training.engine.compressed import CompressedGradients
 from m6.training.engine.tree_gradients import TreeGradients
 from m6.training.mesh import ParallelDims
-from m6.training.pass_orders import Pass, flushless_orders
+from m6.training.pass_orders import Pass, async_orders
 from m6.training.sizes import BatchShape, full_row
 from m6.training.storages import new_storages
 from tests.distributed.spawn import run_distributed
@@ -378,12 +378,12 @@ def test_states_of_pipelines_are_those_of_the_layers_that_a_rank_keeps(
 
 def most_copies(order: Sequence[Pass], ahead: int, micro_batches: int) -> int:
     """Steps at one time of which micro-batches are under way that began with a copy of the weights."""
-    under_way, most = list[int](), 0
+    in_flight, most = list[int](), 0
     for each in order:
         step, number = divmod(each.number, micro_batches)
         if number >= micro_batches - ahead:
-            (under_way.append if each.kind == "forward" else under_way.remove)(step)
-        most = max(most, len(set(under_way)))
+            (in_flight.append if each.kind == "forward" else in_flight.remove)(step)
+        most = max(most, len(set(in_flight)))
     return most
 
 
@@ -407,16 +407,16 @@ def test_ranks_of_a_pipeline_without_a_flush_hold_two_steps(zero_stage: int):
         assert waiting == pytest.approx(width * counts.local / ranks, abs=64)  # partitions begin at even offsets
         assert after.optimizer_state - before.optimizer_state == pytest.approx(4 * counts.local / ranks, abs=64)
         assert after.activations == before.activations
-        under_way = after.update - before.update
+        in_flight = after.update - before.update
         # The first of three ranks has two micro-batches of the next step under way, of three at most.
-        assert under_way == pytest.approx((2 - place) / (3 - place) * before.activations, rel=1e-6)
+        assert in_flight == pytest.approx((2 - place) / (3 - place) * before.activations, rel=1e-6)
     # Of few micro-batches those of two steps may keep a copy each.
     few = ParallelLayout(24, pp_size=6, micro_batch_size=64, zero_stage=zero_stage)
     copies = [
         found.old_weights // (width * counts.local)
         for counts, found in zip(late.counts_of_ranks(few), late.footprints(few), strict=True)
     ]
-    assert copies == [most_copies(order, 5 - rank, 8) for rank, order in enumerate(flushless_orders(6, 8, 4))]
+    assert copies == [most_copies(order, 5 - rank, 8) for rank, order in enumerate(async_orders(6, 8, 4))]
     assert copies == [2, 1, 1, 1, 1, 0]
     whole = replace(layout, pp_size=1, cut=())
     assert late(whole).old_weights == 0

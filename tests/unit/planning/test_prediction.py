@@ -166,6 +166,15 @@ def test_an_older_run_cannot_be_predicted_anew(tmp_path: Path):
         read_outcome(run, Profile())
 
 
+def test_an_older_run_has_old_names_in_its_layout(tmp_path: Path):
+    run = finished_run(tmp_path / "run", 2.0)
+    plan = json.loads((run / "plan.json").read_text())
+    del plan["layout"]["overlap_micro_batches"]
+    plan["layout"]["micro_batches_at_once"] = 2
+    (run / "plan.json").write_text(json.dumps(plan))
+    assert read_outcome(run).layout["overlap_micro_batches"] == 2
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

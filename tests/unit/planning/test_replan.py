@@ -305,7 +305,7 @@ def test_what_a_step_took_under_each_layout(tmp_path: Path):
     assert measured_steps(tmp_path, records) == [2.0, 5.0, None]
     with (tmp_path / "slurm" / "layouts.jsonl").open("a") as file:
         file.write("{}\n")
-    with pytest.raises(UserError, match=r"layouts\.jsonl, line 4: Field required; remove the line"):
+    with pytest.raises(UserError, match=r"layouts\.jsonl, line 4: time: missing; remove the line"):
         read_layouts(tmp_path)
 
 

@@ -7,14 +7,14 @@ import pytest
 from m6.config.pipeline import SCHEDULES, PipelineSettings
 from m6.planning.cost.schedules import (
     StageSeconds,
-    flushless_step_s,
-    most_under_way,
+    async_step_s,
+    most_in_flight,
     period_s,
     run_clock,
     step_s,
     waits_of_equal_stages,
 )
-from m6.training.pass_orders import flushless_orders, orders_of
+from m6.training.pass_orders import async_orders, orders_of
 
 
 def stages_per_rank(schedule: str) -> int:
@@ -70,15 +70,15 @@ def test_without_a_flush_equal_stages_wait_once_for_several_steps(ranks: int, mi
     computing, waits = steps * micro_batches * both, (ranks - 1) * both
     flushed = steps * run_clock(orders_of("1f1b", ranks, micro_batches, 1), stages)
     assert flushed == pytest.approx(computing + steps * waits, rel=1e-9)
-    found = run_clock(flushless_orders(ranks, micro_batches, steps), stages)
+    found = run_clock(async_orders(ranks, micro_batches, steps), stages)
     assert found == pytest.approx(computing + waits, rel=1e-9)
-    price = flushless_step_s(ranks, micro_batches, stages, 0.0, steps)
+    price = async_step_s(ranks, micro_batches, stages, 0.0, steps)
     assert price == pytest.approx((computing + waits) / steps, rel=1e-9)
 
 
 def test_without_a_flush_ranks_begin_the_next_step_before_they_end_one():
     ranks, micro_batches, steps = 4, 5, 3
-    for rank, order in enumerate(flushless_orders(ranks, micro_batches, steps)):
+    for rank, order in enumerate(async_orders(ranks, micro_batches, steps)):
         for kind in ("forward", "backward"):
             assert [each.number for each in order if each.kind == kind] == list(range(micro_batches * steps))
         for step in (1, 2):
@@ -93,11 +93,11 @@ def test_unequal_stages_without_a_flush_are_priced_as_if_the_clock_ran_all_steps
     for ranks, micro_batches, steps in [(2, 3, 10), (3, 8, 5), (4, 4, 25), (4, 16, 2), (8, 8, 10)]:
         for message_s in (0.0, 0.1, 1.0):
             stages = [StageSeconds(*(generator.uniform(0.5, 2.0) for _ in range(3))) for _ in range(ranks)]
-            whole = run_clock(flushless_orders(ranks, micro_batches, steps), stages, message_s)
-            price = flushless_step_s(ranks, micro_batches, stages, message_s, steps)
+            whole = run_clock(async_orders(ranks, micro_batches, steps), stages, message_s)
+            price = async_step_s(ranks, micro_batches, stages, message_s, steps)
             assert price == pytest.approx(whole / steps, rel=0.01)
             # No rank computes longer than its own passes take, whatever the mean number of steps is.
-            assert flushless_step_s(ranks, micro_batches, stages, message_s, 9.5) > micro_batches * max(
+            assert async_step_s(ranks, micro_batches, stages, message_s, 9.5) > micro_batches * max(
                 stage.total for stage in stages
             )
             # The ranks repeat themselves after some number of micro-batches, at most P: 840 is a multiple of all.
@@ -108,8 +108,8 @@ def test_unequal_stages_without_a_flush_are_priced_as_if_the_clock_ran_all_steps
 
 def test_ranks_keep_as_many_activations_as_published():
     """1F1B: as many micro-batches as stages follow; ZB-V: never more than the first rank of 1F1B, in half stages."""
-    assert most_under_way("1f1b", 4, 8, 1) == (((4,),), ((3,),), ((2,),), ((1,),))
-    for times in most_under_way("zbv", 4, 8, 2):
+    assert most_in_flight("1f1b", 4, 8, 1) == (((4,),), ((3,),), ((2,),), ((1,),))
+    for times in most_in_flight("zbv", 4, 8, 2):
         assert max(map(sum, times)) == 2 * 4
-    for times in most_under_way("dualpipev", 4, 8, 2):
+    for times in most_in_flight("dualpipev", 4, 8, 2):
         assert max(map(sum, times)) == 2 * 4 + 1

@@ -16,7 +16,7 @@ from m6.config.shares import apportion
 from m6.errors import UserError
 from m6.planning.cost.folding import fold
 from m6.planning.cost.layout import ParallelLayout
-from m6.planning.cost.schedules import StageSeconds, most_under_way, run_clock
+from m6.planning.cost.schedules import StageSeconds, most_in_flight, run_clock
 from m6.planning.cost.work import work_of
 from m6.training.engine.sliced_pipeline import subsample
 from m6.training.engine.slices import SliceChoice, slice_tokens, slice_work
@@ -90,7 +90,7 @@ def test_shares_are_the_best_of_all(seed: int):
     assert max(share / speed for share, speed in zip(shares, speeds, strict=True)) == pytest.approx(best)
 
 
-def under_way(order: Any) -> int:
+def in_flight(order: Any) -> int:
     """The most slices whose activations a rank keeps."""
     return max(itertools.accumulate(1 if each.kind == "forward" else -1 for each in order))
 
@@ -103,10 +103,10 @@ def test_equal_slices_wait_and_hold_as_the_closed_forms_say(ranks: int, micro_ba
     found = run_clock(orders, [StageSeconds(1 / slices, 1 / slices, 1 / slices)] * ranks)
     assert found == pytest.approx(3 * micro_batches + 3 * (ranks - 1) / slices)
     expected = [min(ranks - rank + slices - 1, micro_batches * slices) for rank in range(ranks)]
-    assert [under_way(order) for order in orders] == expected
+    assert [in_flight(order) for order in orders] == expected
     if slices == 1:
         assert orders == orders_of("1f1b", ranks, micro_batches, 1)
-        assert [times[0] for times, *_ in most_under_way("1f1b", ranks, micro_batches, 1)] == expected
+        assert [times[0] for times, *_ in most_in_flight("1f1b", ranks, micro_batches, 1)] == expected
 
 
 @pytest.mark.parametrize("seed", range(20))

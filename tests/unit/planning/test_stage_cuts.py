@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from m6.planning.cost.schedules import StageSeconds, flushless_step_s, run_clock
+from m6.planning.cost.schedules import StageSeconds, async_step_s, run_clock
 from m6.planning.cost.stage_cuts import Fits, Shape, cut_layers
 from m6.training.pass_orders import orders_of
 
@@ -104,7 +104,7 @@ def test_without_a_flush_no_cut_is_faster(ranks: int, layers: int, micro_batches
             ends = itertools.accumulate(sizes)
             times = [sum(work[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
             stages = [StageSeconds(each, each, each) for each in times]
-            return flushless_step_s(ranks, micro_batches, stages, 0.0, 10)
+            return async_step_s(ranks, micro_batches, stages, 0.0, 10)
 
         found = cut_layers([work] * ranks, "line", lambda rank, stages: True)
         assert found is not None

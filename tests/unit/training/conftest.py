@@ -13,7 +13,7 @@ import torch
 from m6.config.run import parse_config
 from m6.runs.directory import RunDirectory
 from m6.runs.processes import Runtime, start
-from m6.training.loop import Trainer
+from m6.training.loop import Forecast, Trainer
 from tests.fixtures.process_group import no_process_group_left
 from tests.fixtures.tiny_run import tiny_document
 
@@ -36,12 +36,12 @@ def make_trainer(runtime: Runtime, folder: Path, tmp_path: Path) -> Iterator[Cal
     """Opens ``tmp_path / name`` as a run of the tiny configuration with changes, and returns its trainer."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def make(name: str = "run", **changes: Any) -> Trainer:
+    def make(name: str = "run", forecast: Forecast | None = None, **changes: Any) -> Trainer:
         config = parse_config(tiny_document(folder, **changes))
         run = RunDirectory(tmp_path / name)
         run.check(config)
         run.open(config, runtime.world_size)
-        return Trainer(config, run, runtime)
+        return Trainer(config, run, runtime, forecast=forecast)
 
     # DeepSpeed's stage 3 exchanges this function for the whole process and does not put it back.
     with mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear):

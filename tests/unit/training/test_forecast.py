@@ -25,8 +25,7 @@ class Words:
 
 
 def test_a_forecast_is_announced_and_compared(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]):
-    trainer = make_trainer(m6__training__total_steps=2)
-    trainer._forecast = Words()
+    trainer = make_trainer(forecast=Words(), m6__training__total_steps=2)
     assert trainer.train()
     said = capsys.readouterr().err.splitlines()
     memory, step, outcome = (
@@ -40,4 +39,3 @@ def test_without_a_forecast_nothing_is_predicted(make_trainer: MakeTrainer, caps
     trainer = make_trainer(m6__training__total_steps=1)
     assert trainer.train()
     assert "memory" not in capsys.readouterr().err
-    assert not (trainer.run.root / "plan.json").exists()

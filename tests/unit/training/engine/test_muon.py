@@ -49,7 +49,7 @@ def test_orthogonal_moves_the_singular_values_alone(shape: tuple[int, int, int])
 
 def test_the_norm_of_a_large_matrix_is_right_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
     """PyTorch's own, in fp32, is 0.3 % too small here."""
-    monkeypatch.setattr("offload.optimizer.orthogonal.ITERATIONS", 0)
+    monkeypatch.setattr("offload.optimizer.orthogonal.MUON_ITERATIONS", 0)
     scaled = orthogonal(torch.full((2, 2**11, 2**12), 1e-3), torch.float32)
     norms = torch.linalg.vector_norm(scaled.double(), dim=(1, 2))
     torch.testing.assert_close(norms, torch.ones(2, dtype=torch.float64), rtol=0, atol=1e-6)

@@ -171,8 +171,8 @@ def test_a_weight_that_was_not_finite_once_costs_a_restart(make_trainer: Callabl
 def test_contexts_end_with_an_error(make_trainer: Callable[..., Trainer]):
     """Each of them undoes what it did."""
     delayed = make_trainer(m6__gradient_delay={"accept_loss": True}, zero_optimization={"stage": 1})
-    optimizer = delayed.engine._late._optimizer
-    with pytest.raises(KeyError), delayed.engine._late.exchanging():
+    optimizer = delayed.engine._delayed._optimizer
+    with pytest.raises(KeyError), delayed.engine._delayed.exchanging():
         raise KeyError
     assert "step" not in vars(optimizer)
     delayed.engine._deepspeed.train()
