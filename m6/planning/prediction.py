@@ -245,11 +245,6 @@ class _Record(BaseModel):
     memory_bytes: int
     process_bytes: int | None
 
-    @field_validator("layout", mode="before")
-    @classmethod
-    def _with_new_names(cls, value: Any) -> Any:
-        return with_new_names(value)
-
     @field_validator("bytes")
     @classmethod
     def _counts_activations(cls, value: dict[str, float]) -> dict[str, float]:
@@ -272,7 +267,8 @@ def read_outcome(run: Path, profile: Profile | None = None) -> Outcome:
         UserError: a file is missing, unreadable or without steps.
     """
     try:
-        plan = validate(_Record, parse_object((run / _FILE).read_bytes()), "")
+        found = parse_object((run / _FILE).read_bytes())
+        plan = validate(_Record, {**found, "layout": with_new_names(found.get("layout"))}, "")
     except FileNotFoundError as error:
         raise UserError(f"{error.filename}: no such file; `m6 pretrain` writes it") from None
     except ValueError as error:

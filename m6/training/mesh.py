@@ -19,15 +19,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from m6.runs.environment import ranks_per_node
+from m6.training.deepspeed_private import install_mpu
 from moe.process_groups import group_of
 
 if TYPE_CHECKING:
     from m6.config.run import RunConfig
 
-GroupKind = Literal["expert_parallel", "expert_data_parallel"]
-
-_expert_shapes: WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = WeakKeyDictionary()
-"""Group of all ranks -> ``pp`` and ``tp`` of the last engine. DeepSpeed has made its groups of experts for these."""
 _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ParallelDims], DeviceMesh]] = WeakKeyDictionary()
 """Group of all ranks -> meshes. A second engine in the process reuses the groups of the first."""
 
@@ -228,18 +225,9 @@ class Mesh:
 
         Call it before experts are split: DeepSpeed then makes the groups of experts among the ranks of one stage.
         """
-        from deepspeed.utils import groups
-
-        groups.mpu = self if self.is_divided else None
-        world, shape = dist.group.WORLD, (self.dims.pp, self.dims.tp)
-        assert world is not None
-        if _expert_shapes.get(world, shape) != shape:
-            # DeepSpeed 0.19.8 would reuse groups of the same name from an engine with other stages.
-            for name in ("EXPERT_PARALLEL", "EXPERT_DATA_PARALLEL"):
-                getattr(groups, f"_{name}_GROUP").clear()
-                getattr(groups, f"_{name}_GROUP_RANKS").clear()
-        _expert_shapes[world] = shape
-        return self if self.is_divided else None
+        mpu = self if self.is_divided else None
+        install_mpu(mpu, (self.dims.pp, self.dims.tp))
+        return mpu
 
     # DeepSpeed's mpu interface
 
@@ -301,34 +289,6 @@ def own_group(groups: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGrou
     """Makes all groups for a purpose and returns this rank's. In torch.distributed all ranks must make all groups."""
     made = [group_of(ranks, purpose) for ranks in groups]
     return next((group for group in made if group is not None), None)
-
-
-def expert_group(kind: GroupKind, ep_size: int) -> dist.ProcessGroup | None:
-    """Returns one of DeepSpeed's process groups of this rank.
-
-    Args:
-        kind: ``expert_parallel``: ranks with all experts together; ``expert_data_parallel``: ranks with the same
-            experts.
-        ep_size: the size of the expert-parallel group.
-
-    Returns:
-        The group; None if ep_size is 1 and there are no tensor groups. All ranks then hold the same experts, and as an
-        argument of a collective None means all ranks. In tensor groups, ranks with the same experts have different
-        tokens of the same micro-batches, so experts have their own groups even if ep_size is 1.
-    """
-    from deepspeed.utils import groups
-
-    if ep_size == 1 and f"ep_size_{ep_size}" not in groups._get_expert_parallel_group_dict():
-        return None
-    return named_expert_group(kind, f"ep_size_{ep_size}")
-
-
-def named_expert_group(kind: GroupKind, name: str) -> dist.ProcessGroup:
-    """Returns a process group of this rank; ``name`` is the ``group_name`` of an expert's parameter."""
-    from deepspeed.utils import groups
-
-    group: dist.ProcessGroup = getattr(groups, f"_get_{kind}_group")(name)
-    return group
 
 
 def _device_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:

@@ -121,10 +121,10 @@ def compare_partitions(base: dict[str, Any]) -> None:
     """Partitions of reduce-scattered gradients and their norm against those of all-reduced gradients, on each rank."""
     from m6.config.run import parse_config
     from m6.runs.processes import start
+    from m6.training.deepspeed_private import is_expert
     from m6.training.engine import partitions
     from m6.training.engine.build import build_engine
     from m6.training.engine.clipping import PartGroups, gradient_norm, partition_norm
-    from m6.training.engine.partitions import is_expert
     from m6.training.mesh import expert_group
 
     partitions.BUCKET_ELEMENTS = 1000  # several messages, which end inside of parameters

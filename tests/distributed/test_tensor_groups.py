@@ -162,8 +162,8 @@ def compare_gradients(base: dict[str, Any], layouts: list[dict[str, Any]]) -> No
     from m6.config.run import parse_config
     from m6.runs.data import open_data
     from m6.runs.processes import start
+    from m6.training.deepspeed_private import is_expert
     from m6.training.engine.build import build_engine, build_model
-    from m6.training.engine.partitions import is_expert
 
     runtime = start()
     plain = parse_config(base)

@@ -4,15 +4,14 @@ offloaded experts.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from m6.training.engine.partitions import is_divided, is_expert
+from m6.training.deepspeed_private import is_divided, is_expert
 from m6.training.engine.tensor_norms import norms_of
 
 
@@ -105,29 +104,3 @@ def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:  # a dense model has no experts
         return torch.zeros((), dtype=torch.float64, device=device)
     return norms_of(gradients).square().sum()
-
-
-def count_in_norm(zero: Any, squares: Callable[[], float]) -> None:
-    """Adds gradients outside of DeepSpeed to the norm and the overflow check of its optimizer.
-
-    It replaces two methods of the optimizer (DeepSpeed 0.19.8, ZeRO stages 1 and 2).
-
-    Args:
-        zero: the optimizer of the DeepSpeed engine.
-        squares: returns the sum of squares of the outside gradients in this step, with the loss scale; equal on all
-            ranks.
-    """
-    # Bound methods: the replacements call the originals.
-    original_norm, original_check = zero.scaled_global_norm, zero.check_overflow
-
-    def scaled_global_norm(norm_type: int = 2) -> Tensor:
-        norm = original_norm(norm_type)
-        return torch.where(
-            norm < 0, norm, (norm.square() + squares()).sqrt()
-        )  # DeepSpeed returns a negative norm if a gradient is not finite
-
-    def check_overflow(partition_gradients: bool = True) -> None:
-        original_check(partition_gradients=partition_gradients)
-        zero.overflow = zero.overflow or not math.isfinite(squares())
-
-    zero.scaled_global_norm, zero.check_overflow = scaled_global_norm, check_overflow

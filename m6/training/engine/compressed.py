@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from m6.checkpoints.format import Fragment, WeightReader
 from m6.config.run import RunConfig
-from m6.training.engine.partitions import is_expert, take_gradient
+from m6.training.deepspeed_private import expert_group, is_expert, take_gradient
 from m6.training.engine.reducer import GradientReducer, PipelineGradients
 from m6.training.engine.tensor_norms import norms_of
-from m6.training.mesh import Mesh, expert_group
+from m6.training.mesh import Mesh
 from m6.training.reduction.collectives import CountedCollectives
 from m6.training.reduction.messages import ring_bytes
 from m6.training.reduction.reducer import Reducer, gradient_tensor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from m6.checkpoints.format import LATE_GRADIENT
-from m6.training.engine.state import base_optimizer, create_moments, publish_weights
+from m6.training.deepspeed_private import base_optimizer, create_moments, publish_weights
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -22,12 +22,22 @@ from m6.errors import UserError
 from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.outputs import M6Output
 from m6.model.stages import ModelStage
-from m6.training.engine import state
-from m6.training.engine.clipping import PartGroups, clip_gradients, count_in_norm, gradient_norm, shrink
-from m6.training.engine.partitions import give_partition, is_expert, is_partitioned
+from m6.training import deepspeed_private
+from m6.training.deepspeed_private import (
+    LossScale,
+    count_in_norm,
+    expert_group,
+    fragments,
+    give_partition,
+    is_expert,
+    is_partitioned,
+    named_expert_group,
+    overflowed,
+    replace_norm,
+)
+from m6.training.engine.clipping import PartGroups, clip_gradients, gradient_norm, shrink
 from m6.training.engine.reducer import GradientReducer, PipelineGradients
-from m6.training.engine.state import fragments
-from m6.training.mesh import Mesh, expert_group, named_expert_group
+from m6.training.mesh import Mesh
 from m6.training.optimizers import DTYPES
 from m6.training.replicas import Replicated
 from m6.training.storages import storage_bytes
@@ -114,16 +124,15 @@ class Engine:
         self._reducer = _reducer(config, mesh, self.module, offloaded)
         self._reduces_alone = deepspeed.enable_backward_allreduce
         self.averaged_over = 1 if self._reducer.measures_sums else mesh.dims.dp
-        self._loss_scale = state.LossScale(deepspeed.optimizer) if self._zero_stage > 0 else None
+        self._loss_scale = LossScale(deepspeed.optimizer) if self._zero_stage > 0 else None
         self._delayed = _delayed_gradients(config, deepspeed)
         # At stage 0 our own clipping adds the experts to the norm, see ``update``.
         if offloaded is not None and self._zero_stage > 0:
             count_in_norm(deepspeed.optimizer, lambda: offloaded.squares)
         self._norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
         if self._reducer.measures_sums and self._zero_stage > 0:
-            deepspeed.optimizer.scaled_global_norm = lambda norm_type=2: self._norm
             # ``_give`` clips instead: the rounding of DeepSpeed's factor differs from our clipping at stage 0.
-            deepspeed.optimizer.clip_grad = 0.0
+            replace_norm(deepspeed.optimizer, lambda: self._norm)
 
     # A training step
 
@@ -239,7 +248,7 @@ class Engine:
             self._optimize()
         else:
             self._optimize()
-            skipped = bool(self._deepspeed.optimizer.overflow)
+            skipped = overflowed(self._deepspeed.optimizer)
             self._loss_scale.change(skipped)
             reported = self._deepspeed.get_global_grad_norm()
             # DeepSpeed reports no norm for a skipped step.
@@ -312,12 +321,13 @@ class Engine:
 
     def state_tensors(self) -> dict[str, list[Tensor]]:
         """The tensors of ``weights`` and ``optimizer_state``; some of them may share storage."""
-        optimizer_state = [*state.moments(self._deepspeed), *state.fp32_masters(self._deepspeed)]
-        return {"weights": state.weights(self._deepspeed), "optimizer_state": optimizer_state}
+        moments = deepspeed_private.moments(self._deepspeed)
+        masters = deepspeed_private.fp32_masters(self._deepspeed)
+        return {"weights": deepspeed_private.weights(self._deepspeed), "optimizer_state": [*moments, *masters]}
 
     def gradient_bytes(self) -> int:
         """Bytes of this rank's gradients; call it between the last micro-batch of a step and its update."""
-        return storage_bytes(*state.gradients(self._deepspeed))
+        return storage_bytes(*deepspeed_private.gradients(self._deepspeed))
 
     # Checkpoints and replicas
 
@@ -348,7 +358,7 @@ class Engine:
             to_fill: whether the caller writes into the fragments. Fragments of offloaded experts and sharded matrices
                 are copies, to be written back. All ranks of a stage with sharded matrices call it together.
         """
-        state.create_moments(self._deepspeed)
+        deepspeed_private.create_moments(self._deepspeed)
         found = fragments(self._deepspeed, self.replicas)
         yield from found if self._divided is None else self._divided.joined(found)
         if self.offloaded is not None:
@@ -370,12 +380,12 @@ class Engine:
         """Copies weights from the fragments to the tensors of the forward pass; all ranks call it together."""
         if self._divided is not None:
             self._divided.take_back(fragments(self._deepspeed, self.replicas))
-        state.publish_weights(self._deepspeed)
+        deepspeed_private.publish_weights(self._deepspeed)
 
     @property
     def optimizer_step(self) -> int:
         """Number of the optimizer's updates, without skipped steps."""
-        return state.optimizer_step(self._deepspeed)
+        return deepspeed_private.optimizer_step(self._deepspeed)
 
     def counters(self) -> dict[str, Any]:
         """The state of the next step in addition to the fragments, as JSON."""
@@ -413,7 +423,7 @@ class Engine:
 
     def load_counters(self, counters: dict[str, Any], step: int) -> None:
         """Restores the counters of an engine after ``step`` steps."""
-        state.set_optimizer_step(self._deepspeed, counters["optimizer_step"])
+        deepspeed_private.set_optimizer_step(self._deepspeed, counters["optimizer_step"])
         if self.offloaded is not None:
             self.offloaded.runtime.num_updates = counters["optimizer_step"]
         if self._loss_scale is not None:
@@ -425,11 +435,11 @@ class Engine:
         """Frees all memory of the engine. It cannot be used afterwards."""
         if self.offloaded is not None:
             self.offloaded.close()
-        state.release(self._deepspeed)
+        deepspeed_private.release(self._deepspeed)
 
     def _resident_tensors(self) -> list[Tensor]:
         """Returns all tensors before a step. It also allocates the optimizer's state, instead of the step."""
-        state.create_moments(self._deepspeed)
+        deepspeed_private.create_moments(self._deepspeed)
         resident = [tensor for tensors in self.state_tensors().values() for tensor in tensors]
         return [*resident, *(p.grad for p in self.module.parameters() if p.grad is not None)]
 

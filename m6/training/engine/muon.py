@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m6.model.tensor import Shard
+from m6.training.deepspeed_private import partitions
 from m6.training.optimizers import MUON_BATCH_ELEMENTS
 from offload.optimizer.orthogonal import orthogonal, update_scale
 
@@ -237,15 +238,13 @@ def _cut(start: int, kind: MatrixKind, partition_size: int, rank: int) -> SplitM
 
 
 def layouts_in_zero(zero: Any, shapes: Mapping[Tensor, tuple[int, int, int]]) -> dict[Tensor, MatrixLayout]:
-    """Finds the matrices in the flat partitions of DeepSpeed 0.19.8's optimizer for ZeRO stages 1 and 2.
+    """Finds the matrices in the flat partitions of DeepSpeed's optimizer for ZeRO stages 1 and 2.
 
     Args:
         shapes: see ``matrices_of_blocks``.
     """
     layouts: dict[Tensor, MatrixLayout] = {}
-    for index, flat in enumerate(zero.single_partition_of_fp32_groups):
-        parameters, offsets = zero.round_robin_bit16_groups[index], zero.round_robin_bit16_offsets[index]
-        group = zero.real_dp_process_group[index]
+    for flat, parameters, offsets, _, group in partitions(zero):
         runs = [
             MuonShard.of(parameter, offset, shapes[parameter])
             for parameter, offset in zip(parameters, offsets, strict=True)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from m6.architecture.configuration import M6Config
 from m6.config.deepspeed import DeepSpeedSettings
 from m6.model.parameters import matrices_of_blocks, parameter_groups
+from m6.training.deepspeed_private import is_expert
 from m6.training.engine import tensor_norms
-from m6.training.engine.partitions import is_expert
 from m6.training.engine.tensor_norms import TensorLayout
 
 

@@ -21,11 +21,11 @@ from m6.model.outputs import M6Output
 from m6.model.parameters import share_layers
 from m6.model.slices import SliceCache
 from m6.model.stages import ModelStage
+from m6.training.deepspeed_private import expert_group, give_partition, leave_passes, partition_pieces, sums_in_fp16
 from m6.training.engine.clipping import PartGroups, gradient_norm, partition_norm, shrink
 from m6.training.engine.engine import Engine, LossFunction, Update
-from m6.training.engine.partitions import give_partition, partition_pieces
 from m6.training.engine.pipeline_schedule import NumberedStage, build_schedule
-from m6.training.mesh import Mesh, expert_group
+from m6.training.mesh import Mesh
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -372,7 +372,7 @@ class StageGradients:
         deepspeed.enable_backward_allreduce = False
         deepspeed.set_gradient_accumulation_boundary(True)  # each step of DeepSpeed is an update
         if self._zero is not None:
-            self._take_over(self._zero)
+            leave_passes(self._zero, lambda: self.norm)
 
     def collect(
         self,
@@ -395,7 +395,7 @@ class StageGradients:
             norm = partition_norm(pieces, copies, self._part_groups, self._device, other_squares)
             tensors = [gradient for _, gradient in pieces]
         else:
-            if self._zero is not None and self._zero.gradient_accumulation_dtype == torch.float16:
+            if self._zero is not None and sums_in_fp16(self._zero):
                 # A finite fp32 number may overflow in the optimizer's fp16 partition.
                 gradients = {parameter: gradient.half() for parameter, gradient in gradients.items()}
             norm = gradient_norm(gradients, self._part_groups, self._device, other_squares)
@@ -405,16 +405,3 @@ class StageGradients:
         measured = dist.all_reduce(squares, group=group, async_op=True)
         whole = gradients if gradients is not None and self._zero is None else {}
         return StepGradients(whole, tensors, squares, measured, learning_rate)
-
-    def _take_over(self, zero: Any) -> None:
-        for hook in zero._grad_acc_hooks:
-            hook.remove()
-        zero._grad_acc_hooks.clear()
-        zero.clip_grad = 0.0
-        zero.scaled_global_norm = lambda norm_type=2: self.norm
-        zero.check_grad_overflow = True
-
-        def check_overflow(partition_gradients: bool = True) -> None:
-            zero.overflow = not math.isfinite(self.norm)
-
-        zero.check_overflow = check_overflow

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from m6.checkpoints.format import Fragment, WeightReader
-from m6.training.engine.partitions import is_expert, scatter_sums
-from m6.training.mesh import Mesh, expert_group
+from m6.training.deepspeed_private import expert_group, is_expert, scatter_sums
+from m6.training.mesh import Mesh
 from m6.training.reduction.collectives import buckets
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from m6.checkpoints.format import Fragment
 from m6.model.tensor import Shard
-from m6.training.engine.partitions import is_divided
+from m6.training.deepspeed_private import is_divided
 from m6.training.mesh import Mesh
 
 _Key = tuple[str, str]

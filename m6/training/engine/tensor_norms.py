@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from m6.model.tensor import Grid, Shard
+from m6.training.deepspeed_private import partitions
 
 _CHUNK = 2**18  # elements; their copies in fp64 stay in a processor's cache
 
@@ -110,12 +111,9 @@ def layouts_of(parameters: Sequence[nn.Parameter]) -> dict[Tensor, TensorLayout]
 
 
 def layouts_in_zero(zero: Any) -> Mapping[Tensor, TensorLayout]:
-    """Returns the layouts of the flat partitions of DeepSpeed 0.19.8's optimizer for ZeRO stages 1 and 2."""
+    """Returns the layouts of the flat partitions of DeepSpeed's optimizer for ZeRO stages 1 and 2."""
     layouts: dict[Tensor, TensorLayout] = {}
-    for index, flat in enumerate(zero.single_partition_of_fp32_groups):
-        parameters, offsets = zero.round_robin_bit16_groups[index], zero.round_robin_bit16_offsets[index]
-        group = zero.real_dp_process_group[index]
-        begin = dist.get_rank(group) * flat.numel()
+    for flat, parameters, offsets, begin, group in partitions(zero):
         layouts[flat] = TensorLayout(
             _pieces(parameters, offsets, (begin, begin + flat.numel())),
             sum(map(_tensors, parameters)),

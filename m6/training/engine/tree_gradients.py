@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from m6.config.run import RunConfig
 from m6.config.sum_tree import Branch, TreeShape, halves
 from m6.errors import UserError
-from m6.training.engine.partitions import is_expert, take_gradient
+from m6.training.deepspeed_private import expert_group, is_expert, take_gradient
 from m6.training.engine.reducer import GradientReducer
-from m6.training.mesh import Mesh, NodeGroups, expert_group
+from m6.training.mesh import Mesh, NodeGroups
 from m6.training.reduction.collectives import buckets
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from m6.config.run import RunConfig
 from m6.errors import UserError
 from m6.model.initialization import initialize_part
 from m6.model.modeling import M6ForConditionalGeneration
-from m6.training.mesh import expert_group
+from m6.training.deepspeed_private import expert_group
 from m6.training.offloading.modules import experts_of, offload_activations, stream
 from m6.training.offloading.report import memory_map, write_memory_record
 from m6.training.offloading.setup import ActivationTraffic, describe_shortage, prepare

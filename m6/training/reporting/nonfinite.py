@@ -21,7 +21,7 @@ from m6.data.pretraining import MicroBatch
 from m6.files import atomic_path
 from m6.runs.directory import NONFINITE, RunDirectory
 from m6.runs.processes import Runtime
-from m6.training.engine.partitions import is_partitioned, local_part
+from m6.training.deepspeed_private import is_partitioned, local_part
 from m6.training.faults import Fault
 from m6.training.reporting.sums import StepOutcome
 

@@ -13,9 +13,15 @@ from torch import Tensor, nn
 
 from m6.architecture.sharing import Sharing
 from m6.model.modeling import M6Block, M6ForConditionalGeneration
+from m6.training.deepspeed_private import (
+    GroupKind,
+    full_numel,
+    is_expert,
+    is_partitioned,
+    local_part,
+    named_expert_group,
+)
 from m6.training.engine.engine import Engine
-from m6.training.engine.partitions import full_numel, is_expert, is_partitioned, local_part
-from m6.training.mesh import GroupKind, named_expert_group
 from m6.training.stages.stage import Stage
 
 

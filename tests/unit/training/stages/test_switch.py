@@ -18,8 +18,8 @@ from m6.planning.prediction import predict_memory
 from m6.training import checkpointing as checkpoint
 from m6.training import loop
 from m6.training.checkpointing import restore
+from m6.training.deepspeed_private import base_optimizer
 from m6.training.engine.build import build_engine
-from m6.training.engine.state import base_optimizer
 from m6.training.loop import Trainer
 from m6.training.sizes import BatchShape
 from m6.training.stages.stage import Stage

@@ -1,4 +1,6 @@
-"""Weights, gradients, optimizer state and loss scale inside DeepSpeed's engine; written for DeepSpeed 0.19.8.
+"""What we use of DeepSpeed's private parts, and what we replace there; written for DeepSpeed 0.19.8.
+
+No other file of the training uses them. tests/unit/training/test_deepspeed_private.py looks for each name in DeepSpeed.
 
 ``fragments`` gives the training state as named ranges of flat global tensors, for our checkpoints. In every layout a
 rank holds contiguous ranges of the flattened fp32 weight and moments of each parameter: the whole tensor at ZeRO stage
@@ -8,24 +10,302 @@ and offset identify a range on any rank. Any layout can therefore read the range
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from m6.checkpoints.format import WEIGHT, Fragment
-from m6.training.engine.partitions import full_shape, is_expert, is_partitioned, partition_numel
-from m6.training.mesh import named_expert_group
+from m6.training.reduction.messages import BUCKET_ELEMENTS
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+GroupKind = Literal["expert_parallel", "expert_data_parallel"]
+
+_expert_shapes: WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = WeakKeyDictionary()
+"""Group of all ranks -> ``pp`` and ``tp`` of the last engine. DeepSpeed has made its groups of experts for these."""
+
 # State of DeepSpeed's loss scaler; its other attributes are settings.
 _SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+# Process groups
+
+
+def install_mpu(mpu: Any, shape: tuple[int, int]) -> None:
+    """Gives DeepSpeed the object that tells it how the model is divided.
+
+    Args:
+        mpu: with DeepSpeed's interface; None: the model is not divided.
+        shape: the number of stages and of parts of matrices.
+    """
+    from deepspeed.utils import groups
+
+    groups.mpu = mpu
+    world = dist.group.WORLD
+    assert world is not None
+    if _expert_shapes.get(world, shape) != shape:
+        # DeepSpeed would reuse groups of the same name from an engine with other stages.
+        for name in ("EXPERT_PARALLEL", "EXPERT_DATA_PARALLEL"):
+            getattr(groups, f"_{name}_GROUP").clear()
+            getattr(groups, f"_{name}_GROUP_RANKS").clear()
+    _expert_shapes[world] = shape
+
+
+def expert_group(kind: GroupKind, ep_size: int) -> dist.ProcessGroup | None:
+    """Returns one of DeepSpeed's process groups of this rank.
+
+    Args:
+        kind: ``expert_parallel``: ranks with all experts together; ``expert_data_parallel``: ranks with the same
+            experts.
+        ep_size: the size of the expert-parallel group.
+
+    Returns:
+        The group; None if ep_size is 1 and there are no tensor groups. All ranks then hold the same experts, and as an
+        argument of a collective None means all ranks. In tensor groups, ranks with the same experts have different
+        tokens of the same micro-batches, so experts have their own groups even if ep_size is 1.
+    """
+    from deepspeed.utils import groups
+
+    if ep_size == 1 and f"ep_size_{ep_size}" not in groups._get_expert_parallel_group_dict():
+        return None
+    return named_expert_group(kind, f"ep_size_{ep_size}")
+
+
+def named_expert_group(kind: GroupKind, name: str) -> dist.ProcessGroup:
+    """Returns a process group of this rank; ``name`` is the ``group_name`` of an expert's parameter."""
+    from deepspeed.utils import groups
+
+    group: dist.ProcessGroup = getattr(groups, f"_get_{kind}_group")(name)
+    return group
+
+
+# Parameters
+
+
+def is_partitioned(parameter: nn.Parameter) -> bool:
+    """Whether ZeRO stage 3 partitions the parameter over all ranks."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Whether the parameter holds local experts of a stack. DeepSpeed averages it only over ranks with the same."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def is_divided(parameter: nn.Parameter) -> bool:
+    """Whether other ranks hold other parts of the parameter: experts, or parts of a sharded matrix."""
+    return is_expert(parameter) or hasattr(parameter, "shard")
+
+
+def full_numel(parameter: nn.Parameter) -> int:
+    """The number of elements of the parameter without ZeRO's partitioning."""
+    numel: int = getattr(parameter, "ds_numel", parameter.numel())
+    return numel
+
+
+def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The shape of the parameter without ZeRO's partitioning."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def partition(parameter: nn.Parameter) -> Tensor:
+    """Stage 3: this rank's elements, 1-D, without the padding to equal lengths."""
+    padded: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+    return padded[: partition_numel(parameter, padded.numel())]
+
+
+def partition_numel(parameter: nn.Parameter, padded_numel: int) -> int:
+    """Stage 3: the number of this rank's ``padded_numel`` elements without padding."""
+    return max(0, min(padded_numel, full_numel(parameter) - padded_numel * dist.get_rank()))
+
+
+def local_part(parameter: nn.Parameter) -> Tensor:
+    """The elements of the parameter on this rank, 1-D."""
+    return partition(parameter) if is_partitioned(parameter) else parameter.detach().reshape(-1)
+
+
+def take_gradient(parameter: nn.Parameter) -> Tensor:
+    """Moves the gradient of a parameter out of the model, in fp32; zeros if the model did not use the parameter."""
+    # At stage 1 DeepSpeed may have moved a 16-bit gradient to an fp32 one.
+    gradient = getattr(parameter, "grad_accum", None)
+    gradient = parameter.grad if gradient is None else gradient
+    parameter.grad = None
+    if hasattr(parameter, "grad_accum"):
+        parameter.grad_accum = None
+    return torch.zeros_like(parameter, dtype=torch.float32) if gradient is None else gradient.float()
+
+
+# Gradients in the optimizer of ZeRO stages 1 and 2
+
+
+class Partition(NamedTuple):
+    """This rank's part of the flat tensor of a parameter group.
+
+    Attributes:
+        flat: the fp32 weights of the part.
+        parameters: of the whole group, in the order of the flat tensor.
+        offsets: of each parameter in the flat tensor.
+        begin: of the part in the flat tensor.
+        group: the ranks with the other parts.
+    """
+
+    flat: Tensor
+    parameters: Sequence[nn.Parameter]
+    offsets: Sequence[int]
+    begin: int
+    group: dist.ProcessGroup
+
+
+def partitions(zero: Any) -> list[Partition]:
+    """Returns this rank's partitions, one for each parameter group."""
+    found = []
+    for index, flat in enumerate(zero.single_partition_of_fp32_groups):
+        group = zero.real_dp_process_group[index]
+        parameters, offsets = zero.round_robin_bit16_groups[index], zero.round_robin_bit16_offsets[index]
+        found.append(Partition(flat, parameters, offsets, dist.get_rank(group) * flat.numel(), group))
+    return found
+
+
+def sums_in_fp16(zero: Any) -> bool:
+    """Whether the optimizer keeps summed gradients in fp16."""
+    return bool(zero.gradient_accumulation_dtype == torch.float16)
+
+
+def give_partition(zero: Any, gradients: dict[nn.Parameter, Tensor]) -> list[Tensor]:
+    """Stores this rank's partition of whole gradients in DeepSpeed's stage-1 optimizer, and returns the partition."""
+    for index, parameters in enumerate(zero.params_in_partition):
+        dtype = zero.gradient_accumulation_dtype
+        zero.all_grad_tensors[index] = [gradients[parameter].to(dtype) for parameter in parameters]
+        zero.averaged_gradients[index] = zero.get_flat_partition(
+            parameters,
+            zero.first_offset[index],
+            zero.partition_size[index],
+            dtype=dtype,
+            device=zero.single_partition_of_fp32_groups[index].device,
+            param_group_idx=index,
+            return_tensor_list=True,
+        )
+        zero.all_grad_tensors[index] = None
+    return [gradient for group in zero.averaged_gradients.values() for gradient in group]
+
+
+def scatter_sums(zero: Any, sent_type: torch.dtype | None) -> None:
+    """Sums gradients over ranks, and stores this rank's partition of the sums in DeepSpeed's stage-1 optimizer.
+
+    A reduce-scatter sends half the bytes of an all-reduce. The gradients leave the parameters.
+
+    Args:
+        sent_type: the number format of messages; None: the type of the parameters.
+    """
+    for index, (flat, parameters, offsets, _, group) in enumerate(partitions(zero)):
+        numel, ranks = flat.numel(), dist.get_world_size(group)
+        dtype = zero.gradient_accumulation_dtype
+        partition = torch.empty(numel, dtype=dtype, device=parameters[0].device)
+        step = max(1, BUCKET_ELEMENTS // ranks)
+        for begin in range(0, numel, step):
+            own = partition[begin : begin + step]
+            rows = torch.zeros(ranks, own.numel(), dtype=sent_type or parameters[0].dtype, device=own.device)
+            for rank, row in enumerate(rows):
+                _read_gradients(parameters, offsets, rank * numel + begin, row)
+            total = rows[0]
+            if ranks > 1:
+                total = torch.empty_like(rows[0])
+                dist.reduce_scatter_single(total, rows.flatten(), group=group)
+            own.copy_(total)
+        zero.averaged_gradients[index] = [partition]
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def partition_pieces(zero: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yields each parameter with elements in this rank's stage-1 partition, and the gradient of these elements."""
+    for index, (flat, parameters, offsets, begin, _) in enumerate(partitions(zero)):
+        [sums] = zero.averaged_gradients[index]
+        for parameter, _, start, end in _overlaps(parameters, offsets, begin, begin + flat.numel()):
+            yield parameter, sums[start - begin : end - begin]
+
+
+def _read_gradients(parameters: Sequence[nn.Parameter], offsets: Sequence[int], begin: int, row: Tensor) -> None:
+    """Copies the elements from ``begin`` on of the flat gradient into ``row``.
+
+    Padding and parameters without a gradient are skipped.
+    """
+    for parameter, offset, start, end in _overlaps(parameters, offsets, begin, begin + row.numel()):
+        if parameter.grad is not None:
+            row[start - begin : end - begin] = parameter.grad.reshape(-1)[start - offset : end - offset]
+
+
+def _overlaps(
+    parameters: Sequence[nn.Parameter], offsets: Sequence[int], begin: int, end: int
+) -> Iterator[tuple[nn.Parameter, int, int, int]]:
+    """Yields each parameter between ``begin`` and ``end`` of a flat tensor, its offset, and its range between them."""
+    first, last = max(0, bisect.bisect_right(offsets, begin) - 1), bisect.bisect_left(offsets, end)
+    for parameter, offset in zip(parameters[first:last], offsets[first:last], strict=True):
+        start, stop = max(begin, offset), min(end, offset + parameter.numel())
+        if start < stop:
+            yield parameter, offset, start, stop
+
+
+# The norm of gradients, at ZeRO stages 1 and 2
+
+
+def overflowed(zero: Any) -> bool:
+    """Whether the optimizer has skipped its last update, because a gradient was not finite."""
+    return bool(zero.overflow)
+
+
+def replace_norm(zero: Any, norm: Callable[[], Tensor]) -> None:
+    """Lets the optimizer use another norm of its gradients, without clipping by it."""
+    zero.scaled_global_norm = lambda norm_type=2: norm()
+    zero.clip_grad = 0.0
+
+
+def leave_passes(zero: Any, norm: Callable[[], Tensor]) -> None:
+    """Lets the optimizer see no backward pass. It updates with the gradients and the norm that it is given."""
+    for hook in zero._grad_acc_hooks:
+        hook.remove()
+    zero._grad_acc_hooks.clear()
+    replace_norm(zero, norm)
+    zero.check_grad_overflow = True
+
+    def check_overflow(partition_gradients: bool = True) -> None:
+        zero.overflow = not math.isfinite(norm())
+
+    zero.check_overflow = check_overflow
+
+
+def count_in_norm(zero: Any, squares: Callable[[], float]) -> None:
+    """Adds gradients outside of DeepSpeed to the norm and the overflow check of its optimizer.
+
+    Args:
+        zero: the optimizer of the DeepSpeed engine.
+        squares: returns the sum of squares of the outside gradients in this step, with the loss scale; equal on all
+            ranks.
+    """
+    # Bound methods: the replacements call the originals.
+    original_norm, original_check = zero.scaled_global_norm, zero.check_overflow
+
+    def scaled_global_norm(norm_type: int = 2) -> Tensor:
+        norm = original_norm(norm_type)
+        return torch.where(
+            norm < 0, norm, (norm.square() + squares()).sqrt()
+        )  # DeepSpeed returns a negative norm if a gradient is not finite
+
+    def check_overflow(partition_gradients: bool = True) -> None:
+        original_check(partition_gradients=partition_gradients)
+        zero.overflow = zero.overflow or not math.isfinite(squares())
+
+    zero.scaled_global_norm, zero.check_overflow = scaled_global_norm, check_overflow
+
+
+# State of training
 
 
 def base_optimizer(deepspeed: DeepSpeedEngine) -> torch.optim.Optimizer:

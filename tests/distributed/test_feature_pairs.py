@@ -1,0 +1,128 @@
+"""Each pair of features that go together is in a run on several ranks, with the losses and norms of one rank.
+
+A covering array of about thirty runs holds all pairs. Processes take seconds to start, so that each world is started
+once and trains one run after the other.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m6.config import combinations as c
+from m6.config.combinations import Feature
+from m6.config.run import parse_config
+from m6.errors import UserError
+from tests.distributed.alike import TOLERANCE
+from tests.distributed.spawn import run_distributed
+from tests.distributed.test_pipelines import train_all
+from tests.distributed.test_training_layouts import losses, norms
+from tests.fixtures.features import HEADS, LAYERS, document
+from tests.fixtures.pairwise import Row, covering_rows
+
+pytestmark = pytest.mark.slow
+
+STEPS = 3
+# Of one shape, so that all runs can begin with the weights of one run.
+COMMON = {
+    **LAYERS,
+    **HEADS,
+    "train_batch_size": 16,
+    "m6__training__total_steps": STEPS,
+    "m6__evaluation__interval_steps": STEPS + 1,
+    "m6__checkpoint__interval_steps": STEPS + 1,
+}
+# Without what changes losses on purpose.
+OVERRIDES: dict[Feature, dict[str, Any]] = {
+    c.COMPRESSION: {"m6__communication": {"gradients": "top_k", "density": 1.0}},
+    c.GLOBAL_BALANCE: {"m6__moe__aux_loss_weight": 1e-7},  # one rank has no micro-batches at the same time
+    c.SHARES: {"m6__parallel__shares": [6, 2]},
+    c.RAMP: {"m6__training__batch_ramp": [{"steps": 1, "batch_size": 8}]},
+}
+# Pictures are drawn from the trained model and change no number.
+FEATURES = [feature for feature in c.features() if feature is not c.SAMPLES]
+ROUNDED = {c.FP16, c.AUTOCAST, c.SUM_TYPE, c.SAFE_MODULES, c.NO_MASTERS}
+
+
+def changed(found: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        node = found
+        for parent in parents:
+            node = node[parent]
+        node[last] = value
+    return found
+
+
+def of_row(folder: Path, row: Row) -> dict[str, Any] | None:
+    found = document(folder, *row)
+    if found is None:
+        return None
+    changed(found, COMMON)
+    for feature in row:
+        changed(found, OVERRIDES.get(feature, {}))
+    if "init" in found["m6"]:
+        found["m6"]["init"] = str(folder / "first")
+    return found
+
+
+def ranks_of(found: dict[str, Any]) -> int:
+    """Two data-parallel ranks, each of the stages and parts of the run."""
+    config = parse_config(found)
+    config.batch_split(ranks := 2 * config.pipeline_size * config.tensor_size)
+    return ranks
+
+
+def on_one_rank(found: dict[str, Any]) -> dict[str, Any]:
+    """The run without what decides where and in which order it is computed."""
+    found = copy.deepcopy(found)
+    m6 = found["m6"]
+    for key in ("parallel", "communication"):
+        m6.pop(key, None)
+    if "offload" in m6 and m6["offload"].get("master_weights") is not False:
+        m6.pop("offload")
+    for key in ("ep_size", "overlap_micro_batches", "deterministic"):
+        m6["training"].pop(key, None)
+    for key in ("overlap_parts", "balance_scope"):
+        m6["moe"].pop(key, None)
+    found["zero_optimization"] = {"stage": 1 if any(key in found for key in ("fp16", "bf16")) else 0}
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pairs")
+    document(folder)  # builds the data before the ranks start
+    return folder
+
+
+def test_each_pair_trains_as_on_one_rank(folder: Path):
+    def accepted(row: Row) -> bool:
+        found = of_row(folder, row)
+        if found is None:
+            return False
+        try:
+            return ranks_of(found) <= 8
+        except UserError:
+            return False
+
+    rows = covering_rows(FEATURES, accepted)
+    assert {feature for row in rows for feature in row} == set(FEATURES)
+    first = changed(document(folder), {**COMMON, "m6__training__total_steps": 1})
+    worlds: dict[int, list[tuple[dict[str, Any], Path]]] = {1: [(first, folder / "first")], 2: [], 4: [], 8: []}
+    for number, row in enumerate(rows):
+        found = of_row(folder, row)
+        assert found is not None
+        worlds[1].append((on_one_rank(found), folder / f"{number} on one rank"))
+        worlds[ranks_of(found)].append((found, folder / f"{number}"))
+    for ranks, runs in worlds.items():
+        run_distributed(train_all, ranks, runs)
+    wrong = []
+    for number, row in enumerate(rows):
+        tolerance = 2e-3 if ROUNDED & {*row} else TOLERANCE
+        run, alone = folder / f"{number}", folder / f"{number} on one rank"
+        for numbers in (losses, norms):
+            if numbers(run) != pytest.approx(numbers(alone), rel=tolerance):
+                wrong.append((number, [feature.name for feature in row], numbers(run), numbers(alone)))
+    assert not wrong
