@@ -23,12 +23,15 @@ from m6.planning.machine.cluster import Nodes
 from m6.planning.machine.profile import Profile
 from m6.runs.processes import Runtime
 from m6.runs.signals import Requests
+from m6.training import deepspeed_private
 from m6.training.engine.build import build_engine
-from m6.training.engine.engine import Engine, Update
+from m6.training.engine.runner import PlainRunner
+from m6.training.engine.updater import Update
 from m6.training.fake_world import FakeWorld, fake_batch, fake_process_group, fake_tensors
 from m6.training.mesh import ParallelDims
 from m6.training.sizes import full_row, scale_batch
 from m6.training.stages.stage import Stage
+from m6.training.storages import storage_bytes
 from m6.training.train_step import TrainStep
 from moe import MoELayer
 from moe.exchange_traffic import exchange_traffic
@@ -86,8 +89,9 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
         runtime = Runtime(rank, world_size, 0, torch.device("cpu"))
         stage = Stage(config, None)
         stage.enter_real()  # the Real stage needs more memory than the Pseudo stage
-        engine = build_engine(config, runtime, stage.sharing, _MeasuredEngine)
-        assert isinstance(engine, _MeasuredEngine)
+        engine = build_engine(config, runtime, stage.sharing, _MeasuredRunner)
+        measured = engine.runner
+        assert isinstance(measured, _MeasuredRunner)
         weights = engine.state_bytes()["weights"]  # before a step: stage 3 then keeps small weights gathered
         dims = ParallelDims.of(config, rank, world_size)
         accumulation = config.batch_split(world_size).shares(config.deepspeed.train_batch_size)[dims.dp_rank]
@@ -96,15 +100,15 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
         train_step(0, batches, Requests)  # the first update allocates the optimizer's state
         world.watch(engine.module)
         world.collectives.clear()  # only the second step is reported: the first one also allocates and initializes
-        engine.watch(world)
+        measured.watch(world)
         before = _sent(engine.module)
         train_step(1, batches, Requests)
         held = {
             "weights": weights,
-            "gradients": engine.gradients,
+            "gradients": measured.gradients,
             "optimizer_state": engine.state_bytes()["optimizer_state"],
-            "activations": engine.activations,
-            "peak": max(engine.peak, world.peak),  # world.peak is the peak of the update
+            "activations": measured.activations,
+            "peak": max(measured.peak, world.peak),  # world.peak is the peak of the update
         }
         sent = [now - then for now, then in zip(_sent(engine.module), before, strict=True)]
     layout = layout_of(config, world_size)
@@ -121,7 +125,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
                 to_send[tier] += count * accumulation * num_bytes
     names = ("sent within nodes", "sent between nodes")
     exchange = {name: (found, round(due)) for name, found, due in zip(names, sent, to_send, strict=True)}
-    return DryRun(held, predicted, engine.ledger, world.collectives, exchange, time.perf_counter() - begin)
+    return DryRun(held, predicted, measured.ledger, world.collectives, exchange, time.perf_counter() - begin)
 
 
 def _sent(model: nn.Module) -> list[int]:
@@ -143,8 +147,8 @@ def _to_send(config: RunConfig, layout: ParallelLayout, routed: RoutedRows) -> l
     return [sum(near for near, _ in tiers), sum(far for _, far in tiers)]
 
 
-class _MeasuredEngine(Engine):
-    """An engine with measurements of the memory of fake tensors during a step.
+class _MeasuredRunner(PlainRunner):
+    """A runner with measurements of the memory of fake tensors during a step.
 
     Attributes:
         activations: bytes kept by one forward pass for the backward pass.
@@ -161,14 +165,14 @@ class _MeasuredEngine(Engine):
         self.activations = self.gradients = self.peak = 0
         self.ledger: dict[str, int] = {}
 
-    def _forward_all(self, batches: Sequence[MicroBatch], seeds: Sequence[int]) -> list[M6Output]:
+    def forward_all(self, batches: Sequence[MicroBatch], seeds: Sequence[int]) -> list[M6Output]:
         """Measures the activations of the forward passes before one backward pass."""
         world = self._world
         if world is None:
-            return super()._forward_all(batches, seeds)
+            return super().forward_all(batches, seeds)
         before = world.total
         world.restart_peak()
-        outputs = super()._forward_all(batches, seeds)
+        outputs = super().forward_all(batches, seeds)
         self.activations = max(self.activations, world.total - before)
         return outputs
 
@@ -176,15 +180,15 @@ class _MeasuredEngine(Engine):
         """Measures the gradients and the peak after one backward pass."""
         super().backward(loss)
         if self._world is not None:
-            self.gradients = self.gradient_bytes()
+            self.gradients = storage_bytes(*deepspeed_private.gradients(self._deepspeed))
             if self._world.peak >= self.peak:
                 self.peak, self.ledger = self._world.peak, dict(self._world.at_peak)
 
-    def update(self) -> Update:
+    def update(self, learning_rate: float) -> Update:
         """Restarts the peak, to measure the update separately."""
         if self._world is not None:
             self._world.restart_peak()
-        return super().update()
+        return super().update(learning_rate)
 
 
 def report(result: DryRun, world_size: int, rank: int, nodes: Nodes | None = None) -> str:

@@ -23,7 +23,8 @@ from m6.data.collate import MicroBatch
 from m6.model.outputs import M6Output
 from m6.runs.processes import Runtime
 from m6.runs.signals import Requests
-from m6.training.engine.engine import Engine, Update
+from m6.training.engine.engine import Engine
+from m6.training.engine.updater import Update
 from m6.training.mesh import ParallelDims
 from m6.training.reporting.experts import ExpertHealth
 from m6.training.reporting.noise import GradientNoise
@@ -252,10 +253,6 @@ class AsyncTrainStep(TrainStep):
 
     def __init__(self, engine: Engine, config: RunConfig, runtime: Runtime, stage: Stage) -> None:
         super().__init__(engine, config, runtime, stage)
-        from m6.training.engine.async_pipeline import AsyncPipelineEngine
-
-        assert isinstance(engine, AsyncPipelineEngine)
-        self._pipeline = engine
         self._in_flight: deque[tuple[StepState, Callable[[], StepResult]]] = deque()
 
     def __call__(
@@ -264,14 +261,14 @@ class AsyncTrainStep(TrainStep):
         """See ``TrainStep``: returns the outcome of the previous step, of this step, of both, or of none."""
         begun = self._begin(step, micro_batches)
         self._in_flight.append((begun, begun.sums.reduce_later(read_requests())))
-        update = self._pipeline.advance()
+        update = self.engine.advance()
         outcomes = [] if update is None else [self._end(update)]
         asked = any(outcome.result.requests != Requests() for outcome in outcomes)
         return outcomes + self.flush() if asked or self.config.flushes_after(step + 1) else outcomes
 
     def flush(self) -> list[StepOutcome]:
         """See ``TrainStep.flush``."""
-        return [self._end(self._pipeline.update())] if self._in_flight else []
+        return [self._end(self.engine.update())] if self._in_flight else []
 
     def _end(self, update: Update) -> StepOutcome:
         begun, result = self._in_flight.popleft()

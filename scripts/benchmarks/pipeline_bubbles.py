@@ -23,7 +23,7 @@ from m6.config.run import RunConfig, load_config
 from m6.data.collate import MicroBatch
 from m6.model.outputs import M6Output
 from m6.planning.cost.schedules import StageSeconds, run_clock, waits_of_equal_stages
-from m6.training.engine.async_pipeline import AsyncPipelineEngine
+from m6.training.engine.async_pipeline import AsyncPipelineRunner
 from m6.training.engine.pipeline_schedule import NumberedStage
 from m6.training.pass_orders import Pass
 from scripts.benchmarks.record import ROOT, Recorder
@@ -72,23 +72,22 @@ def recording() -> Iterator[list[Pass]]:
 def recording_without_flush() -> Iterator[list[Pass]]:
     """As ``recording``; micro-batches are numbered through all steps."""
     passes: list[Pass] = []
-    engine: Any = AsyncPipelineEngine
-    forward, backward = engine._pass_forward, engine._pass_backward
+    runner: Any = AsyncPipelineRunner
+    forward, backward = runner._pass_forward, runner._pass_backward
 
     def pass_forward(self: Any, number: int, *args: Any) -> None:
-        passes.append(Pass("forward", self._number, (self._begun - 1) * self._micro_batches + number))
+        passes.append(Pass("forward", self._number, sum(each.kind == "forward" for each in passes)))
         forward(self, number, *args)
 
     def pass_backward(self: Any) -> None:
-        oldest = self._in_flight[0]
-        passes.append(Pass("backward", self._number, (oldest.step - 1) * self._micro_batches + oldest.number))
+        passes.append(Pass("backward", self._number, sum(each.kind == "backward" for each in passes)))
         backward(self)
 
-    engine._pass_forward, engine._pass_backward = pass_forward, pass_backward
+    runner._pass_forward, runner._pass_backward = pass_forward, pass_backward
     try:
         yield passes
     finally:
-        engine._pass_forward, engine._pass_backward = forward, backward
+        runner._pass_forward, runner._pass_backward = forward, backward
 
 
 def bubble(orders: Sequence[Sequence[Pass]], stages_per_rank: int) -> float:
@@ -165,7 +164,6 @@ def _train(rank: int, port: int, results: Any) -> None:
     for micro_batches in STEPS_OF:
         config = _config("1f1b", micro_batches, "m6.gradient_delay={}")
         engine = build_engine(config, runtime)
-        assert isinstance(engine, AsyncPipelineEngine)
         with recording_without_flush() as passes:
             for _ in range(UNFLUSHED):
                 engine.begin_step(0.0)

@@ -113,7 +113,7 @@ def _measure(rank: int, ranks: int, port: int, results: Any) -> None:
         SliceChoice.cuts = chosen if slices > 1 else lambda self, batch: []  # type: ignore[method-assign]
         engine: Any = build_engine(config, runtime)
         engine.begin_step(0.0)
-        table: tuple[nn.Parameter, ...] = () if engine._table is None else (engine._table,)
+        table: tuple[nn.Parameter, ...] = () if engine.runner._table is None else (engine.runner._table,)
         held = HeldBytes(*engine.module.parameters(), *table)
         with recording() as passes, held:
             engine.accumulate([causal_batch(config)] * micro_batches, part_of_loss, range(micro_batches))

@@ -143,7 +143,7 @@ def leaves_of_stages(each: dict[str, Any], root: Path) -> None:
         patch.setattr(TreeGradients, "end_pass", noted)
         engine.begin_step(0.0)
         engine.accumulate([data.micro_batch(number) for number in range(4)], loss, range(4))
-    assert sorted(part for part, _ in seen) == sorted([*range(len(engine._stages))] * 4)
+    assert sorted(part for part, _ in seen) == sorted([*range(len(engine.runner._stages))] * 4)
     assert all(any(present) for _, present in seen)
     assert all(parameter.grad is None for parameter in engine.module.parameters())
 

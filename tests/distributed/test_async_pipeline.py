@@ -15,8 +15,9 @@ from m6.config.run import RunConfig, parse_config
 from m6.data.collate import MicroBatch
 from m6.runs.processes import start
 from m6.training.engine import async_pipeline, clipping
-from m6.training.engine.async_pipeline import AsyncPipelineEngine
+from m6.training.engine.async_pipeline import AsyncPipelineRunner
 from m6.training.engine.build import build_engine
+from m6.training.engine.engine import Engine
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_gradient_delay import (
     BAD_STEP,
@@ -49,7 +50,7 @@ def loss_of(batch: MicroBatch, output: Any, step: int) -> Tensor:
     return part_of_loss(batch, output) * (1.0 if step != BAD_STEP else float("inf"))
 
 
-def train_engine(engine: AsyncPipelineEngine, config: RunConfig, dtype: torch.dtype) -> None:
+def train_engine(engine: Engine, config: RunConfig, dtype: torch.dtype) -> None:
     """Trains STEPS steps; each but BAD_STEP has its update, at most one step late."""
     dims, steps = engine._mesh.dims, deque[int]()
     for step in range(STEPS):
@@ -73,11 +74,12 @@ def error_of(each: dict[str, Any], dtype: torch.dtype) -> float:
     """The largest difference to the recurrence in float64 on any rank."""
     config, runtime = parse_config(each), start()
     engine = build_engine(config, runtime)
-    assert isinstance(engine, AsyncPipelineEngine)
+    runner = engine.runner
+    assert isinstance(runner, AsyncPipelineRunner)
     if dtype == torch.float64:
         engine.module.double()
-        if engine._copy is not None:
-            engine._copy.data = engine._copy.data.double()
+        if runner._copy is not None:
+            runner._copy.data = runner._copy.data.double()
         clipping._sum_of_squares = _sum_in_float64
     expected = recurrence(config, engine._mesh.dims.dp, torch.float64)
     train_engine(engine, config, dtype)
@@ -92,10 +94,10 @@ def follow_the_recurrence(documents: list[dict[str, Any]], dtype: torch.dtype, t
 
 
 def versions_mixed_up(each: dict[str, Any]) -> None:
-    """Backward passes under way compute with the new weights, or the embedding lacks the gradient of the logits."""
+    """In-flight backward passes compute with the new weights, or the embedding lacks the gradient of the logits."""
     wrongs: list[tuple[Any, str, Any]] = [
         (async_pipeline, "_in_parameters", lambda _: nullcontext()),
-        (AsyncPipelineEngine, "_end_passes", lambda _: None),
+        (AsyncPipelineRunner, "_end_passes", lambda _: None),
     ]
     for owner, name, wrong in wrongs:
         kept = getattr(owner, name)

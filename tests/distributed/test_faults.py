@@ -145,7 +145,7 @@ def fault_on_rank_1(document: dict[str, Any], root: Path, fault: str) -> None:
     from m6.errors import UserError
 
     trainer = open_trainer(document, root)
-    backward, count = trainer.engine.backward, trainer.train_step._count
+    backward, count = trainer.engine.runner.backward, trainer.train_step._count
 
     def poisoned(loss: torch.Tensor) -> None:
         backward(loss * float("nan") if trainer.step + 1 in (2, 4, 5) else loss)
@@ -157,7 +157,7 @@ def fault_on_rank_1(document: dict[str, Any], root: Path, fault: str) -> None:
 
     if trainer.runtime.rank == 1:
         if fault == "nan":
-            trainer.engine.backward = poisoned
+            trainer.engine.runner.backward = poisoned
         else:
             trainer.train_step._count = signalled
     try:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from m6.config import combinations as c
+from m6.config.checks import check_world_size
 from m6.config.combinations import Feature
 from m6.config.run import parse_config
 from m6.errors import UserError
@@ -28,7 +29,7 @@ STEPS = 3
 COMMON = {
     **LAYERS,
     **HEADS,
-    "train_batch_size": 16,
+    "train_batch_size": 32,
     "m6__training__total_steps": STEPS,
     "m6__evaluation__interval_steps": STEPS + 1,
     "m6__checkpoint__interval_steps": STEPS + 1,
@@ -37,8 +38,9 @@ COMMON = {
 OVERRIDES: dict[Feature, dict[str, Any]] = {
     c.COMPRESSION: {"m6__communication": {"gradients": "top_k", "density": 1.0}},
     c.GLOBAL_BALANCE: {"m6__moe__aux_loss_weight": 1e-7},  # one rank has no micro-batches at the same time
-    c.SHARES: {"m6__parallel__shares": [6, 2]},
-    c.RAMP: {"m6__training__batch_ramp": [{"steps": 1, "batch_size": 8}]},
+    c.SHARES: {"m6__parallel__shares": [6, 6, 2, 2]},
+    c.RAMP: {"m6__training__batch_ramp": [{"steps": 1, "batch_size": 16}]},
+    c.AT_ONCE: {"train_batch_size": 4},  # one micro-batch a rank
 }
 # Pictures are drawn from the trained model and change no number.
 FEATURES = [feature for feature in c.features() if feature is not c.SAMPLES]
@@ -63,14 +65,15 @@ def of_row(folder: Path, row: Row) -> dict[str, Any] | None:
     for feature in row:
         changed(found, OVERRIDES.get(feature, {}))
     if "init" in found["m6"]:
-        found["m6"]["init"] = str(folder / "first")
+        found["m6"]["init"] = str(folder / ("first with biases" if c.BIAS in row else "first"))
     return found
 
 
 def ranks_of(found: dict[str, Any]) -> int:
-    """Two data-parallel ranks, each of the stages and parts of the run."""
+    """Two data-parallel ranks, or four with unequal shares, each of the stages and parts of the run."""
     config = parse_config(found)
-    config.batch_split(ranks := 2 * config.pipeline_size * config.tensor_size)
+    ranks = len(config.m6.parallel.shares or (1, 1)) * config.pipeline_size * config.tensor_size
+    check_world_size(config, ranks)
     return ranks
 
 
@@ -82,11 +85,14 @@ def on_one_rank(found: dict[str, Any]) -> dict[str, Any]:
         m6.pop(key, None)
     if "offload" in m6 and m6["offload"].get("master_weights") is not False:
         m6.pop("offload")
+    m6.get("offload", {}).pop("update", None)
     for key in ("ep_size", "overlap_micro_batches", "deterministic"):
         m6["training"].pop(key, None)
     for key in ("overlap_parts", "balance_scope"):
         m6["moe"].pop(key, None)
-    found["zero_optimization"] = {"stage": 1 if any(key in found for key in ("fp16", "bf16")) else 0}
+    found["zero_optimization"] = {
+        "stage": 1 if any(found.get(key, {}).get("enabled") for key in ("fp16", "bf16")) else 0
+    }
     return found
 
 
@@ -109,8 +115,10 @@ def test_each_pair_trains_as_on_one_rank(folder: Path):
 
     rows = covering_rows(FEATURES, accepted)
     assert {feature for row in rows for feature in row} == set(FEATURES)
-    first = changed(document(folder), {**COMMON, "m6__training__total_steps": 1})
-    worlds: dict[int, list[tuple[dict[str, Any], Path]]] = {1: [(first, folder / "first")], 2: [], 4: [], 8: []}
+    worlds: dict[int, list[tuple[dict[str, Any], Path]]] = {1: [], 2: [], 4: [], 8: []}
+    for name, rate in (("first", 0.0), ("first with biases", 0.01)):
+        one_step = {**COMMON, "m6__training__total_steps": 1, "m6__moe__balance_bias_rate": rate}
+        worlds[1].append((changed(document(folder), one_step), folder / name))
     for number, row in enumerate(rows):
         found = of_row(folder, row)
         assert found is not None

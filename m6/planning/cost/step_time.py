@@ -8,11 +8,12 @@ interleaved micro-batches.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from m6.architecture.sharing import Sharing
 from m6.config.run import RunConfig
@@ -31,11 +32,13 @@ from m6.planning.cost.expert_store import uses_of_experts
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.memory import MemoryModel
 from m6.planning.cost.parameter_counts import MuonMatrices, ParameterCounts
-from m6.planning.cost.pipeline_time import PipelineTime
 from m6.planning.cost.work import Matmul
 from m6.planning.machine.cluster import Cluster, Nodes, RankGroup, collective_s, contiguous_group, send_s
 from m6.planning.machine.profile import Profile
 from m6.training.sizes import FP32, BatchShape
+
+if TYPE_CHECKING:
+    from m6.planning.cost.pipeline_time import PipelineTime
 
 MEMORY_FRACTION = 0.9
 """The default usable share of a memory; allocators need the rest."""
@@ -152,16 +155,22 @@ class TimeModel:
         self.reduction = ReductionTime(config, memory, self.nodes, profile)
         self.compute = ComputeTime(config, memory, self.nodes, profile)
         self.exchange = ExchangeTime(config, memory, self.nodes, profile, self.compute, self._collective)
-        sharing = config.planned_sharing
-        self.pipeline = PipelineTime(
-            config,
-            cluster,
+        self._others: dict[int, TimeModel] = {}
+
+    @functools.cached_property
+    def pipeline(self) -> PipelineTime:
+        """The time of pipelines."""
+        from m6.planning.cost.pipeline_time import PipelineTime  # a run without one does not load it
+
+        sharing = self.config.planned_sharing
+        return PipelineTime(
+            self.config,
+            self.cluster,
             lambda nodes, layout: self._on(nodes).layers(layout),
             self._stage_message_s,
-            [1] * config.model.num_layers if sharing is None else sharing.group_sizes,
-            splits=memory.sharing is None,
+            [1] * self.config.model.num_layers if sharing is None else sharing.group_sizes,
+            splits=self.memory.sharing is None,
         )
-        self._others: dict[int, TimeModel] = {}
 
     def __call__(self, layout: ParallelLayout) -> StepTime:
         steps = layout.accumulation(self.config.deepspeed.train_batch_size)
@@ -179,7 +188,7 @@ class TimeModel:
             self._on(nodes)._after(layout, passes, place, counts, streaming)
             for place, (nodes, counts, streaming) in enumerate(
                 zip(
-                    self.pipeline.slowest_of(layout),
+                    self._slowest_of(layout),
                     self.memory.counts_of_ranks(layout),
                     self._streamings(layout, passes),
                     strict=True,
@@ -238,6 +247,10 @@ class TimeModel:
             "update": self.profile.factor("update") * update,
             "host": self.profile.factor("host") * (host + streaming.exposed),
         }
+
+    def _slowest_of(self, layout: ParallelLayout) -> list[Nodes]:
+        """Place in the pipeline -> its slowest devices."""
+        return [self.nodes] * layout.pp_size if len(self.cluster.nodes) == 1 else self.pipeline.slowest_of(layout)
 
     def _on(self, nodes: Nodes) -> TimeModel:
         """The model of a rank on devices of one type."""
@@ -364,7 +377,7 @@ class TimeModel:
         for place, (computing, exchange) in enumerate(windows):
             forward = computing / forwards + exchange / (forwards - 1)
             seconds = at_once * forward, at_once * (computing + exchange - forward)
-            host = self._on(self.pipeline.slowest_of(layout)[place]).host
+            host = self._on(self._slowest_of(layout)[place]).host
             found.append(self.store.streaming(layout, passes, place, host, *seconds))
         return found
 

@@ -1,4 +1,4 @@
-"""The engine of ``m6.parallel.pipeline`` with ``m6.gradient_delay``: 1F1B without a flush between steps."""
+"""The runner of ``m6.parallel.pipeline`` with ``m6.gradient_delay``: 1F1B without a flush between steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from m6.data.collate import MicroBatch
-from m6.training.engine.engine import LossFunction, Update
-from m6.training.engine.pipeline import PipelineEngine, Step, StepGradients
+from m6.training.engine.pipeline import PipelineRunner
+from m6.training.engine.runner import Step
+from m6.training.engine.updater import StageUpdater, StepGradients, Update
 from m6.training.mesh import Mesh
 
 Weights = dict[nn.Parameter, Tensor]
@@ -24,7 +24,7 @@ class InFlightMicroBatch:
     """An in-flight micro-batch: between its forward and its backward pass on this rank.
 
     Attributes:
-        step: the number of its step, counted from this engine's first step.
+        step: the number of its step, counted from this runner's first step.
         is_last: whether it is the last micro-batch of its step.
         passes: the number of passes of its step in each pipeline.
         hidden_states: the input of the stage, [B, S, D]; None in the first stage.
@@ -42,7 +42,7 @@ class InFlightMicroBatch:
     weights: Weights
 
 
-class AsyncPipelineEngine(PipelineEngine):
+class AsyncPipelineRunner(PipelineRunner):
     """Begins the forward passes of a step while backward passes of the previous step are still in flight.
 
     This is PipeDream-2BW (arXiv 2006.09503, section 3): gradients are used one step late, and two versions of the
@@ -52,7 +52,7 @@ class AsyncPipelineEngine(PipelineEngine):
     forward passes of step t.
 
     After ``accumulate`` some micro-batches are still in flight. ``advance`` updates with a complete step, if there is
-    one. ``update`` first ends all passes, like the other engines.
+    one. ``update`` first ends all passes, like the other runners.
     """
 
     def _build_schedule(self) -> None:
@@ -61,36 +61,36 @@ class AsyncPipelineEngine(PipelineEngine):
         [(self._number, self._stage)] = self._stages.items()
         self._ahead = self._mesh.dims.pp - 1 - self._number
         self._in_flight: deque[InFlightMicroBatch] = deque()
-        self._begun = 0  # steps of this engine
+        self._begun = 0  # steps of this runner
         self._ended: tuple[int, StepGradients] | None = None  # a complete step before its update
         self._updates: deque[Update] = deque()  # not yet returned by ``advance`` or ``update``
         self._has_next_version = True  # whether the parameters already hold the weights of the next step
 
     # A training step
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> None:
-        """See ``PipelineEngine.accumulate``. The last backward passes do not run yet."""
+    def accumulate(self, step: Step) -> None:
+        """See ``Runner.accumulate``. The last backward passes do not run yet."""
         self._deepspeed.train()
         self._take_next_version()
         self._send_table()
-        self._step, self._begun = self._begin(micro_batches, loss, seeds), self._begun + 1
+        self._step, self._begun = self._prepared(step), self._begun + 1
         weights: Weights = {}
-        for number in range(len(micro_batches)):
-            if number == len(micro_batches) - self._ahead:
+        for number in range(len(step.batches)):
+            if number == len(step.batches) - self._ahead:
                 # The backward passes of these micro-batches come after the update for the next step, so keep a copy.
                 weights = {parameter: parameter.data.clone() for parameter in self._trained}
             self._pass_forward(number, weights)
             if len(self._in_flight) > self._ahead:
                 self._pass_backward()
-        self._step = Step()
+        self._step = None
 
     def advance(self) -> Update | None:
-        """Updates with the gradients of the step before the newest step; None if this update is already done."""
+        """Updates with the gradients of the step before the newest step, see ``Engine.advance``."""
         if self._ended is not None and self._ended[0] < self._begun:
             self._apply_ended()
         return self._updates.popleft() if self._updates else None
 
-    def update(self) -> Update:
+    def update(self, learning_rate: float) -> Update:
         """Ends all passes and updates with the gradients of the newest step, see ``Engine.update``."""
         while self._in_flight:
             self._pass_backward()
@@ -101,28 +101,33 @@ class AsyncPipelineEngine(PipelineEngine):
         self._updates.clear()
         return newest
 
+    @property
+    def _stage_updater(self) -> StageUpdater:
+        assert isinstance(self._updater, StageUpdater)
+        return self._updater
+
     def _take_next_version(self) -> None:
         """Updates the parameters to the weights of the new step."""
-        assert self._delayed is not None
+        assert self._updater.delayed is not None
         if not self._has_next_version:
             with self._set_aside():
-                self._delayed.use()
+                self._updater.delayed.use()
         self._has_next_version = False
 
     # Passes
 
     def _pass_forward(self, number: int, weights: Weights) -> None:
-        batch, hidden_states = self._step.batches[number], None
+        step, hidden_states = self._step, None
+        assert step is not None
         if self._number > 0:
-            shape = (*batch.input_ids.shape, self._config.model.hidden_size)
+            shape = (*step.batches[number].input_ids.shape, self._config.model.hidden_size)
             hidden_states = self._receive(shape, self._number - 1, self._links.forward).requires_grad_()
         with _in_parameters(weights):
             output = self._pass(self._stage, hidden_states, number)
         if not self._stage.is_last:
             self._send(output.detach(), self._number + 1, self._links.forward)
-        own = len(self._step.batches)
-        step = (self._begun, number + 1 == own, self._passes(own))
-        self._in_flight.append(InFlightMicroBatch(*step, hidden_states, output, self._learning_rate, weights))
+        place = (self._begun, number + 1 == len(step.batches), step.passes)
+        self._in_flight.append(InFlightMicroBatch(*place, hidden_states, output, step.learning_rate, weights))
 
     def _pass_backward(self) -> None:
         """Runs the backward pass of the oldest in-flight micro-batch."""
@@ -143,14 +148,14 @@ class AsyncPipelineEngine(PipelineEngine):
         self._end_passes()
         if self._ended is not None:
             self._apply_ended()
-        self._ended = last.step, self._collect(last.learning_rate, self._links.sums)
+        self._ended = last.step, self._stage_updater.collect(self._sums(), last.learning_rate, self._links.sums)
 
     def _apply_ended(self) -> None:
         """Updates with the gradients of the complete step."""
         assert self._ended is not None
         (_, ended), self._ended = self._ended, None
         with self._set_aside():
-            self._updates.append(self._apply(ended))
+            self._updates.append(self._stage_updater.apply(ended))
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from m6.model.tensor import divide_layers
 from m6.runs.processes import Runtime
 from m6.training.engine.engine import Engine
 from m6.training.engine.optimizer import build_optimizer, follow_partitions
+from m6.training.engine.runner import PlainRunner
 from m6.training.mesh import Mesh, ParallelDims
 from m6.training.meta_model import build_meta_model
 from moe import MoELayer
@@ -77,13 +78,13 @@ def build_model(
 
 
 def build_engine(
-    config: RunConfig, runtime: Runtime, sharing: Sharing | None = None, engine_type: type[Engine] | None = None
+    config: RunConfig, runtime: Runtime, sharing: Sharing | None = None, plain: type[PlainRunner] = PlainRunner
 ) -> Engine:
     """Builds the model, the optimizer and the engine around them.
 
     Args:
         sharing: as in ``build_model``.
-        engine_type: the class of the engine; None: chosen by the configuration.
+        plain: the runner of whole models; a measurement may have its own.
 
     Raises:
         UserError: the run does not fit the number of ranks, or a memory budget is too small.
@@ -122,20 +123,4 @@ def build_engine(
     if runtime.world_size == 1 and config.deepspeed.zero_stage == 0:
         # With one rank there is nothing to average, but DeepSpeed would still copy every gradient twice.
         initialized.enable_backward_allreduce = False
-    return (engine_type or _engine_type(config))(initialized, config, mesh, offloaded, sharing)
-
-
-def _engine_type(config: RunConfig) -> type[Engine]:
-    if config.pipeline is None:
-        return Engine
-    if config.is_asynchronous:
-        from m6.training.engine.async_pipeline import AsyncPipelineEngine
-
-        return AsyncPipelineEngine
-    if config.pipeline.slices is not None:
-        from m6.training.engine.sliced_pipeline import SlicedPipelineEngine
-
-        return SlicedPipelineEngine
-    from m6.training.engine.pipeline import PipelineEngine
-
-    return PipelineEngine
+    return Engine(initialized, config, mesh, offloaded, sharing, plain)

@@ -1,4 +1,4 @@
-"""The engine of ``m6.parallel.pipeline.slices``: a pipeline over slices of rows.
+"""The runner of ``m6.parallel.pipeline.slices``: a pipeline over slices of rows.
 
 Its schedule runs on the runtime of ``torch.distributed.pipelining`` (PyTorch 2.13).
 """
@@ -6,6 +6,7 @@ Its schedule runs on the runtime of ``torch.distributed.pipelining`` (PyTorch 2.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,20 +14,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
-from m6.data.collate import MicroBatch
 from m6.model.outputs import M6Output
 from m6.model.slices import SliceKeys
 from m6.model.stages import ModelStage
-from m6.training.engine.engine import LossFunction
-from m6.training.engine.pipeline import PipelineEngine, Step
+from m6.training.deepspeed_private import expert_group
+from m6.training.engine.pipeline import PipelineRunner
 from m6.training.engine.pipeline_schedule import NumberedStage, as_scalar
+from m6.training.engine.runner import Step
 from m6.training.engine.slices import Slice, SliceChoice, slices_of
 from m6.training.pass_orders import Pass, sliced_orders
 
 _KINDS = {"forward": _ComputationType.FORWARD, "backward": _ComputationType.FULL_BACKWARD}
 
 
-class SlicedPipelineEngine(PipelineEngine):
+class SlicedPipelineRunner(PipelineRunner):
     """Cuts the rows of each micro-batch at common split points, and runs 1F1B over the slices.
 
     Losses and gradients equal those of whole rows, including the load-balancing loss. Dropout and the noise of routers
@@ -38,7 +39,7 @@ class SlicedPipelineEngine(PipelineEngine):
         self._keys: list[SliceKeys] = []  # of each micro-batch
         self._counts: list[int] = []  # slices of each micro-batch since the last report
         super().__init__(*arguments)
-        for block in self.module.model.layers:
+        for block in self._module.model.layers:
             # A recomputed block finds its keys in the cache, see ``SliceCache.update``.
             block._can_checkpoint_with_cache = True
 
@@ -47,32 +48,32 @@ class SlicedPipelineEngine(PipelineEngine):
         own = self._scheduled[self._mesh.dims.dp_rank]
         of_slices = sum(self._scheduled) if self._reducer.measures_sums else own
         self._choice = SliceChoice(self._config, of_slices)
-        [stage] = self._numbered_stages(self._config)
+        [stage] = self._numbered_stages()
         return SlicedSchedule(stage, own * self._choice.most)
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> None:
-        """See ``PipelineEngine.accumulate``."""
-        super().accumulate(micro_batches, loss, seeds)
+    def accumulate(self, step: Step) -> None:
+        """See ``Runner.accumulate``."""
+        super().accumulate(step)
         self._slices, self._keys = [], []
 
     def interval_metrics(self) -> dict[str, Any]:
-        """Returns ``slices``, the mean number of slices of a micro-batch, and ``Engine.interval_metrics``."""
+        """Returns ``slices``, the mean number of slices of a micro-batch."""
         counts, self._counts = self._counts, []
-        return {**super().interval_metrics(), "slices": sum(counts) / max(1, len(counts))}
+        return {"slices": sum(counts) / max(1, len(counts))}
 
-    def _begin(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, seeds: Sequence[int]) -> Step:
-        cuts = self._common([self._choice.cuts(batch) for batch in micro_batches])
+    def _prepared(self, step: Step) -> Step:
+        cuts = self._common([self._choice.cuts(batch) for batch in step.batches])
         self._slices = [
             each
-            for number, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True))
+            for number, (batch, seed) in enumerate(zip(step.batches, step.seeds, strict=True))
             for each in slices_of(batch, number, seed, cuts[number], self._config.model)
         ]
-        self._keys = [SliceKeys(batch.sample_ids) for batch in micro_batches]
+        self._keys = [SliceKeys(batch.sample_ids) for batch in step.batches]
         counts = tuple(len(each) + 1 for each in cuts)
         self._counts += counts
         self._schedule.prepare(counts)
         batches = [each.batch.to(self._device) for each in self._slices]
-        return Step(batches, [each.seed for each in self._slices], loss)
+        return replace(step, batches=batches, seeds=[each.seed for each in self._slices])
 
     def _common(self, cuts: list[list[int]]) -> list[list[int]]:
         """Leaves out cuts, so ranks that exchange tokens have equally many slices of each micro-batch."""
@@ -80,7 +81,8 @@ class SlicedPipelineEngine(PipelineEngine):
             return cuts
         numbers = torch.tensor([len(each) for each in cuts], device=self._device)
         is_uneven = len(set(self._scheduled)) > 1  # then the groups have different numbers of micro-batches
-        group = self._expert_group if self._reducer.measures_sums or is_uneven else self.replicas
+        experts = expert_group("expert_parallel", self._config.m6.training.ep_size)
+        group = experts if self._reducer.measures_sums or is_uneven else self._mesh.replicas
         dist.all_reduce(numbers, dist.ReduceOp.MIN, group=group)
         return [subsample(each, number) for each, number in zip(cuts, numbers.tolist(), strict=True)]
 
@@ -89,6 +91,7 @@ class SlicedPipelineEngine(PipelineEngine):
             super()._end_pass(part, number)
 
     def _run_number(self, stage: ModelStage, hidden_states: Tensor | None, number: int) -> tuple[Tensor, M6Output]:
+        assert self._step is not None
         own, batch = self._slices[number], self._step.batches[number]
         past = self._keys[own.number].of_slice(own.begin)
         return self._run(stage, hidden_states, batch, own.seed, past)

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m6.config.run import RunConfig
-from m6.training.engine.engine import Engine, Update
+from m6.training.engine.engine import Engine
 from m6.training.engine.tensor_norms import norms_of
+from m6.training.engine.updater import Update
 
 
 class GradientNoise:

@@ -60,14 +60,14 @@ def states_of_engine(config: RunConfig) -> dict[str, int]:
     engine, data = build_engine(config, runtime), open_data(config)
     dims = ParallelDims.of(config, runtime.rank, runtime.world_size)
     batches = [data.micro_batch(index * dims.dp + dims.dp_rank) for index in range(accumulation)]
-    backward = engine.backward
+    backward = engine.runner.backward
     gradients: list[int] = []
 
     def measured_backward(loss: torch.Tensor) -> None:
         backward(loss)
         gradients.append(engine.gradient_bytes())
 
-    engine.backward = measured_backward  # type: ignore[method-assign]
+    engine.runner.backward = measured_backward  # type: ignore[method-assign]
     engine.begin_step(0.0)
     engine.accumulate(batches, lambda _, output: output.target_losses.sum() + output.aux_loss, range(accumulation))
     engine.update()

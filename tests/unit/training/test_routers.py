@@ -84,8 +84,8 @@ def test_balancing_biases_are_part_of_the_checkpoint(make_trainer: MakeTrainer, 
 
 def test_skipped_steps_do_not_move_the_biases(make_trainer: MakeTrainer):
     trainer = make_trainer(m6__moe={"num_experts": 4, "balance_bias_rate": 0.001})
-    backward = trainer.engine.backward
-    trainer.engine.backward = lambda loss: backward(loss * float("nan"))  # type: ignore[method-assign]
+    backward = trainer.engine.runner.backward
+    trainer.engine.runner.backward = lambda loss: backward(loss * float("nan"))  # type: ignore[method-assign]
     with pytest.raises(UserError, match="4 steps in a row") as raised:
         trainer.train()
     assert "router" not in str(raised.value)  # the gradients were not finite, the routers were

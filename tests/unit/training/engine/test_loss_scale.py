@@ -50,12 +50,12 @@ def checkpoint_of(trainer: Trainer, step: int) -> CheckpointReader:
 
 def with_backward(trainer: Trainer, factors: dict[int, float]) -> None:
     """Multiplies the gradients of some steps (counted from 1), but not the loss, which stays finite."""
-    backward = trainer.engine.backward
+    backward = trainer.engine.runner.backward
 
     def multiplied(loss: torch.Tensor) -> None:
         backward(loss * factors.get(trainer.step + 1, 1.0))
 
-    trainer.engine.backward = multiplied
+    trainer.engine.runner.backward = multiplied
 
 
 @pytest.mark.slow

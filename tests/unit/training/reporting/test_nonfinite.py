@@ -15,7 +15,7 @@ from m6.config.run import parse_config
 from m6.data.collate import MicroBatch
 from m6.errors import UserError
 from m6.training.engine import async_pipeline
-from m6.training.engine.async_pipeline import AsyncPipelineEngine
+from m6.training.engine.async_pipeline import AsyncPipelineRunner
 from m6.training.loop import Trainer, pretrain
 from m6.training.reporting.sums import StepOutcome
 from tests.fixtures.tiny_run import tiny_document
@@ -25,7 +25,7 @@ STAGES = [0, 1, 2, 3]
 
 def poison(trainer: Trainer, steps: set[int], value: float = float("nan")) -> list[list[torch.Tensor]]:
     """Makes the loss of some steps (counted from 1) not finite; returns the weights and moments after each step."""
-    run_step, backward, states = trainer.run_step, trainer.engine.backward, []
+    run_step, backward, states = trainer.run_step, trainer.engine.runner.backward, []
 
     def poisoned_backward(loss: torch.Tensor) -> None:
         backward(loss * value if trainer.step + 1 in steps else loss)
@@ -35,7 +35,7 @@ def poison(trainer: Trainer, steps: set[int], value: float = float("nan")) -> li
         states.append([fragment.data.clone() for fragment in trainer.engine.fragments()])
         return [outcome]
 
-    trainer.engine.backward = poisoned_backward
+    trainer.engine.runner.backward = poisoned_backward
     trainer.run_step = recorded_step
     return states
 
@@ -171,8 +171,8 @@ def test_a_weight_that_was_not_finite_once_costs_a_restart(make_trainer: Callabl
 def test_contexts_end_with_an_error(make_trainer: Callable[..., Trainer]):
     """Each of them undoes what it did."""
     delayed = make_trainer(m6__gradient_delay={"accept_loss": True}, zero_optimization={"stage": 1})
-    optimizer = delayed.engine._delayed._optimizer
-    with pytest.raises(KeyError), delayed.engine._delayed.exchanging():
+    optimizer = delayed.engine._updater.delayed._optimizer
+    with pytest.raises(KeyError), delayed.engine._updater.delayed.exchanging():
         raise KeyError
     assert "step" not in vars(optimizer)
     delayed.engine._deepspeed.train()
@@ -186,6 +186,6 @@ def test_contexts_end_with_an_error(make_trainer: Callable[..., Trainer]):
     assert [parameter.data_ptr() for parameter in weights] == before
     for parameter in weights:
         parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(KeyError), AsyncPipelineEngine._set_aside(SimpleNamespace(_trained=list(weights))):
+    with pytest.raises(KeyError), AsyncPipelineRunner._set_aside(SimpleNamespace(_trained=list(weights))):
         raise KeyError
     assert all(parameter.grad is not None for parameter in weights)
