@@ -471,6 +471,7 @@ def fragments(deepspeed: DeepSpeedEngine, replicas: dist.ProcessGroup | None) ->
         replicas: the ranks with the same dense parameters; None: all.
     """
     stage = deepspeed.zero_optimization_stage()
+    pieces = _pieces(deepspeed.optimizer) if stage in (1, 2) else {}
     for name, parameter in deepspeed.module.named_parameters():
         location = _Location.of(name, parameter, replicas)
         if not parameter.requires_grad:
@@ -479,8 +480,8 @@ def fragments(deepspeed: DeepSpeedEngine, replicas: dist.ProcessGroup | None) ->
             yield from _unpartitioned(location, parameter, deepspeed.optimizer.state[parameter])
         elif stage == 3:
             yield from _stage_3(location, parameter, deepspeed.optimizer)
-        else:
-            yield from _stage_1_2(location, parameter, deepspeed.optimizer)
+        elif parameter in pieces:  # otherwise no element of the parameter is in this rank's partition
+            yield from _stage_1_2(location, parameter, pieces[parameter], deepspeed.optimizer)
     for name, buffer in deepspeed.module.named_buffers():
         if name in deepspeed.module.state_dict(keep_vars=True):  # other buffers are not persistent
             yield Fragment(name, WEIGHT, 0, buffer.view(-1), tuple(buffer.shape), _replica(replicas))
@@ -544,18 +545,41 @@ def _unpartitioned(location: _Location, parameter: nn.Parameter, state: dict[str
             yield location.fragment(kind, 0, value.view(-1), tuple(value.shape), replicated=True)
 
 
-def _stage_1_2(location: _Location, parameter: nn.Parameter, zero: Any) -> Iterator[Fragment]:
-    mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-    if mapping is None:  # no element of the parameter is in this rank's partition
-        return
-    start, shape = mapping.lp_fragment_address.start, tuple(parameter.shape)
-    yield location.fragment(WEIGHT, start, mapping.hp_fragment.detach(), shape, replicated=False)
-    # mapping.optim_fragment is incomplete: DeepSpeed 0.19.8 sets it once, after the first step of the first parameter
-    # group. At that time the other groups have no state.
-    address, flat = mapping.get_hp_fragment_address(), zero.single_partition_of_fp32_groups[mapping.param_group_index]
-    for kind, value in zero.optimizer.state[flat].items():
-        if torch.is_tensor(value) and value.shape == flat.shape:
-            yield location.fragment(kind, start, value.narrow(0, address.start, address.numel), shape, replicated=False)
+class _Piece(NamedTuple):
+    """The elements of a parameter in this rank's partition: they are ``flat[place : place + numel]``.
+
+    Attributes:
+        start: the first of them in the parameter.
+    """
+
+    flat: Tensor
+    place: int
+    start: int
+    numel: int
+
+
+def _pieces(zero: Any) -> dict[nn.Parameter, _Piece]:
+    """Finds the parameters of stages 1 and 2 in this rank's partitions.
+
+    With ``round_robin_gradients`` DeepSpeed's own mapping (``_hp_mapping``) is wrong: it assumes the model's order.
+    """
+    return {
+        parameter: _Piece(flat, start - begin, start - offset, end - start)
+        for flat, parameters, offsets, begin, _ in partitions(zero)
+        for parameter, offset, start, end in _overlaps(parameters, offsets, begin, begin + flat.numel())
+    }
+
+
+def _stage_1_2(location: _Location, parameter: nn.Parameter, piece: _Piece, zero: Any) -> Iterator[Fragment]:
+    shape = tuple(parameter.shape)
+
+    def part(flat: Tensor) -> Tensor:
+        return flat.detach().narrow(0, piece.place, piece.numel)
+
+    yield location.fragment(WEIGHT, piece.start, part(piece.flat), shape, replicated=False)
+    for kind, value in zero.optimizer.state[piece.flat].items():
+        if torch.is_tensor(value) and value.shape == piece.flat.shape:
+            yield location.fragment(kind, piece.start, part(value), shape, replicated=False)
 
 
 def _stage_3(location: _Location, parameter: nn.Parameter, zero: Any) -> Iterator[Fragment]:

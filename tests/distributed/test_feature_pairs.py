@@ -41,6 +41,8 @@ OVERRIDES: dict[Feature, dict[str, Any]] = {
     c.SHARES: {"m6__parallel__shares": [6, 6, 2, 2]},
     c.RAMP: {"m6__training__batch_ramp": [{"steps": 1, "batch_size": 16}]},
     c.AT_ONCE: {"train_batch_size": 4},  # one micro-batch a rank
+    c.UNIT_DROPOUT: {"m6__moe__expert_dropout": 1e-9},  # it depends on the order in which tokens arrive
+    c.SLICES: {"m6__model__hidden_dropout": 0.0},  # each slice has dropout of its own
 }
 # Pictures are drawn from the trained model and change no number.
 FEATURES = [feature for feature in c.features() if feature is not c.SAMPLES]
@@ -64,6 +66,8 @@ def of_row(folder: Path, row: Row) -> dict[str, Any] | None:
     changed(found, COMMON)
     for feature in row:
         changed(found, OVERRIDES.get(feature, {}))
+    if {c.SLICES, c.SCORE_DROPOUT} <= {*row}:
+        found["m6"]["model"]["attention_dropout"] = 1e-9
     if "init" in found["m6"]:
         found["m6"]["init"] = str(folder / ("first with biases" if c.BIAS in row else "first"))
     return found
@@ -128,9 +132,9 @@ def test_each_pair_trains_as_on_one_rank(folder: Path):
         run_distributed(train_all, ranks, runs)
     wrong = []
     for number, row in enumerate(rows):
-        tolerance = 2e-3 if ROUNDED & {*row} else TOLERANCE
         run, alone = folder / f"{number}", folder / f"{number} on one rank"
-        for numbers in (losses, norms):
+        for numbers, rounded in ((losses, 2e-3), (norms, 2e-2)):
+            tolerance = rounded if ROUNDED & {*row} else TOLERANCE
             if numbers(run) != pytest.approx(numbers(alone), rel=tolerance):
                 wrong.append((number, [feature.name for feature in row], numbers(run), numbers(alone)))
     assert not wrong
