@@ -121,13 +121,12 @@ def compare_partitions(base: dict[str, Any]) -> None:
     """Partitions of reduce-scattered gradients and their norm against those of all-reduced gradients, on each rank."""
     from m6.config.run import parse_config
     from m6.runs.processes import start
-    from m6.training.deepspeed_private import is_expert
-    from m6.training.engine import partitions
+    from m6.training import deepspeed_private
+    from m6.training.deepspeed_private import expert_group, is_expert
     from m6.training.engine.build import build_engine
     from m6.training.engine.clipping import PartGroups, gradient_norm, partition_norm
-    from m6.training.mesh import expert_group
 
-    partitions.BUCKET_ELEMENTS = 1000  # several messages, which end inside of parameters
+    deepspeed_private.BUCKET_ELEMENTS = 1000  # several messages, which end inside of parameters
     runtime = start()
     engine = build_engine(parse_config(base), runtime)
     mesh, zero = engine._mesh, engine._deepspeed.optimizer
@@ -146,13 +145,13 @@ def compare_partitions(base: dict[str, Any]) -> None:
     for parameter, total in sums.items():
         torch.distributed.all_reduce(total, group=same_experts if is_expert(parameter) else mesh.replicas)
     expected_norm = gradient_norm(sums, groups, runtime.device, other_squares=2.0)
-    partitions.give_partition(zero, sums)
+    deepspeed_private.give_partition(zero, sums)
     expected = [
         torch.cat([each.reshape(-1) for each in zero.averaged_gradients[index]]) for index in zero.averaged_gradients
     ]
     with recording_all_reduces() as numbers:
-        partitions.scatter_sums(zero, None)
-        pieces = list(partitions.partition_pieces(zero))
+        deepspeed_private.scatter_sums(zero, None)
+        pieces = list(deepspeed_private.partition_pieces(zero))
         norm = partition_norm(pieces, (mesh.replicas, same_experts), groups, runtime.device, other_squares=2.0)
     assert max(numbers) <= 2  # of the norm
     assert all(parameter.grad is None for parameter in parameters)
