@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from m6.checkpoints.format import MANIFEST, CheckpointReader, no_progress, step_of
+from m6.checkpoints.format import MANIFEST, CheckpointReader, no_progress, step_folder, step_of
 from m6.errors import StorageError, UserError
 from m6.files import read_note, reading
 from m6.runs.directory import LAST_CHECKPOINT
@@ -31,13 +31,25 @@ def complete_checkpoints(root: Path) -> list[Path]:
     return [path for step, path in sorted((step, path) for path, step in steps.items() if step is not None)]
 
 
-def lost_newest(root: Path, step: int) -> str | None:
+def lost_newest(root: Path, step: int, explained: bool = False) -> str | None:
     """Says that a run in ``root`` once completed a later checkpoint than that of ``step``; None if it did not.
 
-    Without its manifest, a checkpoint looks like one that a killed attempt began.
+    Without its manifest, a checkpoint looks like one that a killed attempt began. If the note of the last checkpoint is
+    damaged, nobody knows, which is also said.
+
+    Args:
+        explained: whether the problems of later checkpoints have been told.
     """
     file = root.parent / LAST_CHECKPOINT
-    if not file.exists() or (step_of(Path(name := read_note(file))) or 0) <= step:
+    if not file.exists():
+        return None
+    last = step_of(Path(name := read_note(file)))
+    if last is None:
+        return (
+            f"{file}: corrupt: it holds {name!r:.80}, expected a name such as {step_folder(step)}; the run goes on "
+            f"from {root / step_folder(step)}, the newest checkpoint, and whether there was a later one is not known"
+        )
+    if last <= step or explained:
         return None
     return f"{root.parent} was saved as {name}, but {root} holds no such checkpoint; it goes on from step {step}"
 

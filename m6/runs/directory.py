@@ -269,7 +269,7 @@ class RunDirectory:
         if file.exists():
             reasons = f" ({'; '.join(problems)})" if problems else ""
             raise UserError(
-                f"{self.root} was saved as {read_note(file)}, but {self.checkpoints} holds no "
+                f"{self.root} was saved as {read_note(file):.80}, but {self.checkpoints} holds no "
                 f"whole checkpoint{reasons}: bring it back, or begin again at step 0 with --restart, which keeps what "
                 "is there under another name"
             )

@@ -129,6 +129,14 @@ def test_a_checkpoint_that_is_gone_is_told(make_trainer: MakeTrainer, capsys: py
     make_trainer(**changes)._resume()
     lost = f"{trainer.run.root} was saved as step_00000004, but {trainer.run.checkpoints} holds no such checkpoint"
     assert f"warning: {lost}; it goes on from step 2\n" in capsys.readouterr().err
+    damaged = trainer.run.root / "last_checkpoint"
+    for content in (b"", b"step_\x00\x1b[1m", b"step_00000004_old\n", b"\xff" * 4096):
+        damaged.write_bytes(content)
+        make_trainer(**changes)._resume()
+        said = capsys.readouterr().err
+        found = repr(content.decode("utf-8", "backslashreplace").strip())[:80]
+        assert f"warning: {damaged}: corrupt: it holds {found}, expected a name such as step_00000002; " in said
+        assert f"goes on from {trainer.run.checkpoints / 'step_00000002'}, the newest checkpoint, and" in said
 
 
 def test_tensorboard_shows_a_repeated_step_once(make_trainer: MakeTrainer):
