@@ -55,15 +55,19 @@ def take_snapshot(target: Path, document: dict[str, Any]) -> None:
         # The copy is no git repository, so it records the commit and the uncommitted changes.
         patch = git(root, "diff", "HEAD")
         if patch:
-            write_text(partial / "patch.diff", patch)
+            write_text(partial / "patch.diff", patch, _PRIVATE)
         commit = git(root, "rev-parse", "HEAD").strip() or None
         write_json(partial / SNAPSHOT, {"git_commit": commit, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """Returns the output of git; empty if git fails, is missing, or ``folder`` is not in a repository."""
+    """Returns the output of git; empty if git fails, is missing, or ``folder`` is not in a repository.
+
+    Bytes outside of UTF-8, such as those of a changed file in another encoding, are escaped.
+    """
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30)
+        result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="backslashreplace", timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return result.stdout if result.returncode == 0 else ""

@@ -11,6 +11,7 @@ import pytest
 
 from m6.config.run import RunConfig, parse_config
 from m6.errors import StorageError, UserError
+from m6.runs import provenance
 from m6.runs.directory import RunDirectory
 from tests.fixtures.command import contents
 from tests.fixtures.tiny_run import tiny_document
@@ -114,6 +115,28 @@ def test_only_harmless_variables_are_recorded(run: RunDirectory, config: RunConf
     assert recorded.items() >= plain.items()
     for file in (run.root / "provenance" / "attempt_000").iterdir():
         assert file.stat().st_mode & 0o777 == 0o600, file
+
+
+def test_changes_that_are_not_committed_stay_private_and_may_have_any_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def call(*arguments: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    file = tmp_path / "latin_1.txt"
+    call("init")
+    file.write_bytes(b"caf\n")
+    call("add", file.name)
+    call("commit", "-m", "a")
+    file.write_bytes("café\n".encode("latin-1"))
+    patch = provenance.git(tmp_path, "diff", "HEAD")
+    assert "+caf\\xe9\n" in patch
+    monkeypatch.setattr(provenance, "git", lambda *_: patch)
+    monkeypatch.setattr(provenance, "_COPIED", ())
+    provenance.take_snapshot(tmp_path / "copy", {})
+    assert (tmp_path / "copy" / "patch.diff").read_text() == patch
+    assert (tmp_path / "copy" / "patch.diff").stat().st_mode & 0o777 == 0o600
 
 
 def test_attempts_are_numbered_though_some_were_removed_or_copied(run: RunDirectory, config: RunConfig):
