@@ -77,8 +77,8 @@ open_attempt() { # the next attempt's folder, and what it runs on and with
     packages >"$M6_ATTEMPT_DIR/packages.txt" & # takes a second, and nobody waits for it
 }
 
-packages() { # without what names a user in the address of a checkout, which may be a token
-    python -m pip freeze 2>/dev/null | sed -E 's#(://)[^/@[:space:]]*@#\1#g'
+packages() { # without what names a user in an address, and without its query: either may be a token
+    python -m pip freeze 2>/dev/null | sed -E 's#(://)[^/@[:space:]]*@#\1#g; s#(://[^?[:space:]]*)\?[^\#[:space:]]*#\1#g'
 }
 
 record_attempt() { echo "$(newest_checkpoint) $ATTEMPT $SLURM_JOB_ID${STOP_ASKED:+ stopped}" >>"$RUN_DIR/slurm/attempts.txt"; }

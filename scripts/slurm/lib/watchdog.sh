@@ -28,7 +28,8 @@ watch_step() {
 }
 
 mark_of() { # differs after each write of a file; empty while it cannot be read
-    stat --format='%i %y' "$1" 2>/dev/null && cat "$1" 2>/dev/null || true
+    local mark
+    mark=$(stat --format='%i %y' "$1" 2>/dev/null && cat "$1" 2>/dev/null) && echo "$mark" || true
 }
 
 uptime_s() { # seconds since this node's start, which no change of its clock moves

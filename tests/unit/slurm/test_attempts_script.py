@@ -51,12 +51,14 @@ def test_many_ranks_that_say_different_things(tmp_path: Path):
 
 
 def test_versions_hold_no_token_of_a_checkout(tmp_path: Path):
-    """pip prints the address that a package was cloned from as git has it."""
+    """pip prints the address that a package was cloned or fetched from as git has it, or as it was given."""
     frozen = ["-e git+https://TOKEN@a.org/b/c.git@12ab#egg=m6", "d @ git+https://e:TOKEN@f.org/g@main", "torch==2.13.0"]
+    frozen += ["h @ https://i.org/h-1-py3.whl?private_token=TOKEN&x=1#sha256=12ab"]
     assert describe(tmp_path, f"python() {{ printf '%s\\n' {' '.join(map(repr, frozen))}; }}; packages", []) == [
         "-e git+https://a.org/b/c.git@12ab#egg=m6",
         "d @ git+https://f.org/g@main",
         "torch==2.13.0",
+        "h @ https://i.org/h-1-py3.whl#sha256=12ab",
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 # At each look at the clock 100 s have passed, and the next of the EVENTS happens: "step" writes a new RUN/progress,
-# "life" touches it, "part" touches RUN/loading, "gone" removes both,
+# "life" touches it, "part" touches RUN/loading, "gone" removes both, "odd" leaves what has times and cannot be read,
 # "-" does nothing. After the last event the step ends.
 SCRIPT = """
 set -euo pipefail
@@ -29,6 +29,7 @@ happens() {
     life) touch --date="@$((FILE_CLOCK + ${#DONE[@]}))" "$RUN_DIR/progress" ;;
     part) touch --date="@$((FILE_CLOCK + ${#DONE[@]}))" "$RUN_DIR/loading" ;;
     gone) rm -f "$RUN_DIR/progress" "$RUN_DIR/loading" ;;
+    odd) rm -rf "$RUN_DIR/progress" && mkdir "$RUN_DIR/progress" ;;
     esac
 }
 watch_step
@@ -65,6 +66,7 @@ def ended(age: int, limit: int, looks: int) -> list[str]:
         ([*QUIET * 17, "part", *QUIET * 17, "part", "step", *QUIET * 40], ended(1000, 900, 47)),
         (["step", *QUIET * 8, "part", *QUIET * 9], []),  # the Real model reads the Pseudo model's checkpoint
         (["step", *QUIET * 8, "gone", *QUIET * 40], ended(1000, 900, 11)),  # no sign of life
+        (["step", *QUIET * 8, "odd", *QUIET * 40], ended(1000, 900, 11)),
     ],
 )
 # Of the file server, before and after any clock of this node.
