@@ -15,6 +15,7 @@ from itertools import groupby
 
 from m6.config.run import RunConfig
 from m6.data.workers import usable_cores
+from m6.errors import UserError
 
 # The variables of torchrun and deepspeed, and the variables of srun with the same meaning.
 _RANK_VARIABLES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
@@ -27,11 +28,24 @@ def is_under_srun() -> bool:
 
 
 def rank_variables() -> dict[str, str]:
-    """The variables of torchrun, also where another launcher, or none, started this process."""
+    """The variables of torchrun, also where another launcher, or none, started this process.
+
+    Raises:
+        UserError: they are no numbers, or RANK is not below WORLD_SIZE.
+    """
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     if is_under_srun():
         alone = {name: os.environ[slurm_name] for name, slurm_name in _RANK_VARIABLES.items()}
-    return {name: os.environ.get(name, value) for name, value in alone.items()}
+    variables = {name: os.environ.get(name, value) for name, value in alone.items()}
+    for name, value in variables.items():
+        if not (value.isascii() and value.isdigit()):
+            raise UserError(f"{name} is {value!r}; expected a number, as torchrun, deepspeed and srun set it")
+    if not int(variables["RANK"]) < int(variables["WORLD_SIZE"]):
+        raise UserError(
+            f"RANK is {variables['RANK']} and WORLD_SIZE {variables['WORLD_SIZE']}; expected a RANK from 0 to "
+            "WORLD_SIZE - 1, each once"
+        )
+    return variables
 
 
 def world_size_of_environment() -> int:

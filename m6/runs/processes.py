@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 from m6.config.deepspeed import prepare_deepspeed
 from m6.errors import RetryableError, StorageError, UserError
 from m6.runs.environment import is_under_srun, rank_variables
+from m6.runs.meeting import MEETING_TIMEOUT_S, meet
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """How long a collective waits for a rank. All other waits must be shorter. Otherwise the collective of the other ranks
@@ -63,6 +64,7 @@ def start(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Runtime:
 
     Raises:
         UserError: the variables name several processes but no address to meet at, or more processes than GPUs.
+        RetryableError: processes did not come, see ``meet``.
     """
     cuda = torch.cuda.is_available()
     prepare_deepspeed()
@@ -89,12 +91,15 @@ def start(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Runtime:
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not torch.distributed.is_initialized():
+        store: torch.distributed.Store
         if world_size == 1:  # a HashStore needs no port; another process could take a chosen port
             store = torch.distributed.HashStore()
-            torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
             atexit.register(_leave)
         else:
             _check_address(world_size)
+            store = meet(rank, world_size, min(timeout_s, MEETING_TIMEOUT_S))
+            store.set_timeout(timeout)
+        torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
         deepspeed.init_distributed(
             dist_backend=backend,
             timeout=timeout,

@@ -1,17 +1,24 @@
 """How a process joins its group; memory that it keeps on a CPU for its next step, and gives back."""
 
+import itertools
 import os
 import platform
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from m6.errors import UserError
-from m6.runs.environment import is_main_of_environment, ranks_per_node, world_size_of_environment
+from m6.errors import RetryableError, UserError
+from m6.runs.environment import is_main_of_environment, rank_variables, ranks_per_node, world_size_of_environment
+from m6.runs.meeting import meet
 from m6.runs.processes import _claim, own_device
+from tests.distributed.spawn import free_port
 
 CODE = """
 import torch
@@ -85,6 +92,62 @@ def test_groups_of_some_ranks_wait_as_long_as_the_group_of_all():
     ended = subprocess.run([sys.executable, "-c", TIMEOUTS], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-3:] == ["1234.0"] * 3
+
+
+def meet_in_threads(ranks: Iterable[int], world_size: int, timeout_s: float) -> list[Any]:
+    """What each of these ranks gets: its store, or its error."""
+    with (
+        mock.patch.dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())),
+        ThreadPoolExecutor(world_size) as threads,
+    ):
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        met = [threads.submit(meet, rank, world_size, timeout_s) for rank in ranks]
+        return [each.exception() or each.result() for each in met]
+
+
+def test_ranks_meet():
+    stores = meet_in_threads(range(3), 3, 60.0)
+    stores[1].set("key", "value")
+    assert [store.get("key") for store in stores] == [b"value"] * 3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([0], r"1 of 3 ranks came to 127\.0\.0\.1:\d+ within 1 s, but not rank 1, rank 2; their own logs say why"),
+        ([0, 2], r"2 of 3 ranks came to 127\.0\.0\.1:\d+ within 1 s, but not rank 1; their own logs say why"),
+        ([1, 2], r"nothing listened at MASTER_ADDR 127\.0\.0\.1, MASTER_PORT \d+ for 1 s \(Connection refused\)"),
+    ],
+)
+def test_ranks_that_do_not_come_are_named_by_those_that_wait(ranks: list[int], said: str):
+    """A rank may have refused its own configuration, and not every launcher ends the others then."""
+    for error in meet_in_threads(ranks, 3, 1.0):
+        assert isinstance(error, RetryableError)
+        assert re.match(said, str(error)), error
+
+
+def test_ranks_that_contradict_each_other():
+    """Each by a thread of this process, which is known by its number."""
+    with mock.patch("os.getpid", side_effect=itertools.count(1)):
+        errors = meet_in_threads([0, 1, 1], 3, 60.0)
+    assert {re.sub(r"\d+ on [^;\s]+", "N", str(error)) for error in errors} == {
+        "RANK is 1 for process N and for process N; a launcher has to give each process a RANK of its own"
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("WORLD_SIZE", "two", "WORLD_SIZE is 'two'; expected a number"),
+        ("LOCAL_RANK", "-1", "LOCAL_RANK is '-1'; expected a number"),
+        ("RANK", "2", "RANK is 2 and WORLD_SIZE 2; expected a RANK from 0 to WORLD_SIZE - 1"),
+        ("MASTER_PORT", "70000", "MASTER_PORT is '70000'; expected a port, 1 to 65535"),
+    ],
+)
+def test_wrong_variables_of_a_launcher(name: str, value: str, said: str):
+    environment = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    with mock.patch.dict(os.environ, {**environment, name: value}), pytest.raises(UserError, match=re.escape(said)):
+        meet(int(rank_variables()["RANK"]), 2)
 
 
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
