@@ -20,7 +20,7 @@ from m6.checkpoints.tokenizers import keep_tokenizers
 from m6.config.checks import check_world_size
 from m6.config.run import RunConfig
 from m6.data.pretraining import MicroBatch
-from m6.errors import StorageError
+from m6.errors import StorageError, UserError
 from m6.runs.attestation import attest, check_shared
 from m6.runs.data import check_sources_unchanged, keep_captions, keep_sources, open_data
 from m6.runs.directory import SAMPLES, RunDirectory
@@ -290,11 +290,14 @@ class Trainer:
 
             initial = open_initial_weights(self.settings.init, self._show_loading)
             restore_weights(self.engine, initial, self._show_loading)
+            # Unlike the files of a checkpoint, those of an exported model have no checksums.
+            if difference := find_difference(self.engine.replicated(), self.runtime):
+                raise UserError(f"m6.init {self.settings.init}: ranks read unequal weights: {difference}")
             self._print(f"{self.run.root} starts from the weights of {self.settings.init}")
         on_main_rank(self._keep_records)
 
     def _keep_records(self) -> None:
-        if not self.problems and (lost := lost_newest(self.run.checkpoints, self.step)):
+        if lost := lost_newest(self.run.checkpoints, self.step, explained=bool(self.problems)):
             self._print(f"warning: {lost}")
         keep_tokenizers(self.run.root, self.data.tokenizer, self.settings.data.image_tokenizer)
         keep_sources(self.run.root, self.data)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import sys
@@ -15,9 +16,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
+from m6.export import export_hf
 from tests.distributed.spawn import exit_codes, run_distributed
 from tests.distributed.test_faults import losses
+from tests.fixtures.fabricated_run import write_run
 from tests.fixtures.tiny_run import tiny_document, write_tiny_config
 
 pytestmark = pytest.mark.slow
@@ -434,6 +438,33 @@ def test_a_rank_that_cannot_read_leaves_nobody_waiting(tmp_path: Path):
     changes = {"m6__moe": None, "m6__model__num_attention_heads": 8, "m6__parallel__tensor": divided}
     document = tiny_document(tmp_path, zero_optimization={"stage": 1}, **changes)
     run_distributed(restore_on_one, 2, document, tmp_path / "run", timeout_s=300)
+
+
+def begin_from_their_own(document: dict[str, Any], root: Path) -> None:
+    from m6.config.run import parse_config
+    from m6.errors import UserError
+    from m6.runs.processes import start
+    from m6.training.loop import pretrain
+
+    runtime = start()
+    name = f"{MATRIX} of {runtime.name_of(1)} differs from that of {runtime.name_of(0)}"
+    with (
+        inside(root / f"node_{runtime.rank}"),
+        pytest.raises(UserError, match=f"m6.init exported: ranks read unequal weights: {re.escape(name)}"),
+    ):
+        pretrain(parse_config(document), root / "run", runtime)
+
+
+def test_ranks_that_begin_from_other_weights_end_at_the_start(tmp_path: Path):
+    """Each node has a copy of an exported model on its own disk, and one was exported from another step."""
+    write_run(tmp_path / "pretrained", tiny_document(tmp_path))
+    export_hf(tmp_path / "pretrained", tmp_path / "node_0" / "exported")
+    shutil.copytree(tmp_path / "node_0", tmp_path / "node_1")
+    file = tmp_path / "node_1" / "exported" / "model.safetensors"
+    weights = load_file(file)
+    weights[MATRIX] += 0.01
+    save_file(weights, file, {"format": "pt"})
+    run_distributed(begin_from_their_own, 2, tiny_document(tmp_path, m6__init="exported"), tmp_path)
 
 
 OFFLOAD = {"device_budget_mib": 5000.0, "chunk_mib": 0.001, "rules": [{"kind": "expert", "place": "stream"}]}
