@@ -255,13 +255,21 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
             num_items_in_batch: divisor of the weighted sum of losses. If it is the sum of weights of the whole global
                 batch, the losses of all micro-batches add up to the loss of the batch. Absent: the sum of weights of
                 this call. The router losses of a row are means over its tokens. In training each row's router losses
-                are weighted by its share of these items. In evaluation mode they are left out.
+                are weighted by its share of these items. In evaluation mode they are left out. Refused without labels:
+                ``label_smoothing_factor`` of transformers' Trainer keeps these back, and compares each output with the
+                token that was read there instead of the next one.
             return_logits: False saves memory: logits are computed only at labelled positions and not returned.
             logits_to_keep: number of last positions for logits, or int64 indices of positions; 0: all. Refused
                 together with labels, since their losses need all positions.
         """
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise UserError("logits_to_keep: the loss of labels needs all positions; leave out one of them")
+        if labels is None and num_items_in_batch is not None:
+            raise UserError(
+                "num_items_in_batch without labels: label_smoothing_factor of the Trainer would teach each output the "
+                "token that was read there, not the next one; leave it at 0. For a compute_loss_func of your own, "
+                "which shifts the labels itself, set model.accepts_loss_kwargs = False"
+            )
         outputs = self.model(
             input_ids=input_ids,
             pixel_values=pixel_values,

@@ -127,6 +127,19 @@ def test_a_trainer_evaluates_the_targets_alone(tiny_model, tmp_path):
     assert found == pytest.approx(expected.item(), rel=1e-6)
 
 
+def test_losses_that_the_trainer_computes_itself(tiny_model, tmp_path):
+    """It shifts no labels for the smoothed loss, so that a model would learn to repeat what it reads."""
+    model = tiny_model().float()
+    options = {"max_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    smoothed = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, **options)
+    with pytest.raises(UserError, match="label_smoothing_factor of the Trainer would teach each output the token that"):
+        Trainer(model, smoothed, train_dataset=rows_of(model)).train()
+    model.accepts_loss_kwargs = False
+    arguments = TrainingArguments(str(tmp_path), **options)
+    own = {"compute_loss_func": lambda outputs, labels, num_items_in_batch: outputs.logits.square().mean()}
+    Trainer(model, arguments, train_dataset=rows_of(model), **own).train()
+
+
 def test_the_notes_of_a_quantised_model_can_be_loaded(tiny_config, tmp_path):
     config = tiny_config()
     config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
