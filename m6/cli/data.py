@@ -239,6 +239,8 @@ def corpus(
     from m6.corpus.recipe import load_recipe
 
     settings = load_recipe(recipe, tuple(overrides or ()))
+    if executor == "local":
+        check_number("--tasks", tasks, usable_cores())
     launched = make_corpus(settings, executor, tasks, open_scorer)
     if launched.jobs:
         for stage, job in launched.jobs.items():

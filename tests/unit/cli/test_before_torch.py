@@ -194,6 +194,10 @@ NOT_HERE = {
         ["train-image-tokenizer", "pictures_64", "--out", "out", "--set", "data.num_workers=100000"],
         f"data.num_workers is 100,000; expected at most {MOST_WORKERS}",
     ),
+    "cores of a corpus": (
+        ["data", "corpus", "chinese_text", "--tasks", "100000"],
+        f"--tasks is 100,000; expected at most {MOST_WORKERS}",
+    ),
     "a layout of an image tokenizer": (
         ["train-image-tokenizer", "no.json", "--out", "out"],
         "no.json: no such file",
