@@ -22,7 +22,7 @@ MEETING_TIMEOUT_S = 600.0
 _SHORTEST_S, _LONGEST_S = 0.01, 1.0  # pauses between two questions
 # The most missing ranks in a message.
 _NAMED = 4
-_HERE, _SIZE, _COUNT, _ALL, _WHY_NOT = "m6_here", "m6_size", "m6_count", "m6_all", "m6_why_not"
+_HERE, _SIZE, _COUNT, _ALL, _WHY_NOT = "here", "size", "count", "all", "why_not"
 
 
 def meet(rank: int, world_size: int, timeout_s: float = MEETING_TIMEOUT_S) -> dist.Store:
@@ -39,18 +39,23 @@ def meet(rank: int, world_size: int, timeout_s: float = MEETING_TIMEOUT_S) -> di
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise UserError(f"MASTER_PORT is {port!r}; expected a port, 1 to 65535")
     end = time.monotonic() + timeout_s
-    # torchrun serves the store itself.
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not of_torchrun
     if not serves:
         _wait_for_server(address, int(port), end, timeout_s)
     arguments = (address, int(port), world_size, serves, timedelta(seconds=timeout_s))
     try:
-        store = dist.TCPStore(*arguments, wait_for_workers=False, multi_tenant=True)
+        server = dist.TCPStore(*arguments, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
         raise RetryableError(f"MASTER_ADDR {address}, MASTER_PORT {port}: {first_line(error)}") from None
+    # The store of torchrun outlives the processes. Those that it starts again need no words of the ones before.
+    store = dist.PrefixStore(f"m6_start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
     came = 0
     try:
-        _introduce(store, rank, world_size)
+        if of_torchrun:  # it gives all of them their numbers
+            store.set(f"{_HERE}/{rank}", "")
+        else:
+            _introduce(store, rank, world_size)
         came = store.add(_COUNT, 1)
         if came >= world_size:
             store.set(_ALL, "")

@@ -126,6 +126,23 @@ def test_ranks_that_do_not_come_are_named_by_those_that_wait(ranks: list[int], s
         assert re.match(said, str(error)), error
 
 
+def test_ranks_that_torchrun_starts_again_meet_in_the_same_store(monkeypatch: pytest.MonkeyPatch):
+    """As other processes, after some that did not meet."""
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": server.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(RetryableError, match=r"1 of 2 ranks came .*, but not rank 1"):
+        meet(0, 2, 0.1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(lambda rank: meet(rank, 2, 60.0), range(2)))
+
+
 def test_ranks_that_contradict_each_other():
     """Each by a thread of this process, which is known by its number."""
     with mock.patch("os.getpid", side_effect=itertools.count(1)):
