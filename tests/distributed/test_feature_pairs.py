@@ -25,9 +25,9 @@ from tests.fixtures.pairwise import Row, covering_rows
 pytestmark = pytest.mark.slow
 
 STEPS = 3
-# Of one shape, so that all runs can begin with the weights of one run.
+# Of one shape, so that all runs can begin with the weights of one run. Runs with shared layers have more of them.
 COMMON = {
-    **LAYERS,
+    "m6__model__num_layers": 4,
     **HEADS,
     "train_batch_size": 32,
     "m6__training__total_steps": STEPS,
@@ -63,7 +63,7 @@ def of_row(folder: Path, row: Row) -> dict[str, Any] | None:
     found = document(folder, *row)
     if found is None:
         return None
-    changed(found, COMMON)
+    changed(found, {**COMMON, **(LAYERS if "pseudo_to_real" in found["m6"] else {})})
     for feature in row:
         changed(found, OVERRIDES.get(feature, {}))
     if {c.SLICES, c.SCORE_DROPOUT} <= {*row}:
