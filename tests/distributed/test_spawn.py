@@ -13,7 +13,7 @@ from tests.distributed.spawn import run_distributed
 
 def _sum_of_ranks(factor: int) -> None:
     """Before that: the server has imported what it should, an error of which Python would ignore, and put it aside."""
-    assert {"m6.training.loop", "tests.distributed.preload"} <= sys.modules.keys()
+    assert {"m6.training.loop", "tests.distributed.preload", "tests.distributed.test_views"} <= sys.modules.keys()
     assert gc.get_freeze_count() > len(gc.get_objects())
     dist.init_process_group("gloo")
     value = torch.tensor([factor * (1 + int(os.environ["RANK"]))])

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from m6.data.workers import usable_cores
 from m6.shipped import shipped_file
 from tests.fixtures.tiny_run import write_tiny_config
 
+ROOT = Path(__file__).resolve().parents[3]
 SMOKE = Path("m6_smoke")
 # Not an ImportError, which a package may catch.
 REFUSE_HEAVY = """
@@ -26,25 +28,56 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 """
 MAIN = "from m6.cli.main import main\nmain()"
+# One process imports the command line once, and each case continues in a copy of it, as if it had begun there.
+SERVER = f"""{REFUSE_HEAVY}
+import json, os
+import m6.cli.main, m6.config.checks, m6.config.run
+
+for line in sys.stdin:
+    folder, code, arguments = json.loads(line)
+    if (process := os.fork()) == 0:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+else:
+    sys.exit()
+for number, name in (1, "stdout"), (2, "stderr"):
+    os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+os.chdir(folder)
+sys.argv[1:] = arguments
+exec(code, {{"sys": sys}})
+"""
+WithoutTorch = Callable[..., tuple[int, str, str]]
+LAUNCHER = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"}
 
 
-def without_torch(folder: Path, code: str, *arguments: object) -> tuple[int, str, str]:
-    """The exit code, stdout and stderr of Python code in a process that cannot import torch."""
-    launcher = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"}
-    ended = subprocess.run(
-        [sys.executable, "-c", f"{REFUSE_HEAVY}{code}", *map(str, arguments)],
-        cwd=folder,
-        env={name: value for name, value in os.environ.items() if name not in launcher},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return ended.returncode, ended.stdout, ended.stderr
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        yield process
+        process.communicate()
+
+
+@pytest.fixture
+def without_torch(server: subprocess.Popen[str], tmp_path: Path) -> WithoutTorch:
+    """Gives the exit code, stdout and stderr of Python code in a process that cannot import torch."""
+
+    def run(code: str, *arguments: object) -> tuple[int, str, str]:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        print(json.dumps([str(tmp_path), code, [*map(str, arguments)]]), file=server.stdin, flush=True)
+        status = int(server.stdout.readline())
+        return status, *((tmp_path / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+
+    return run
 
 
 @pytest.mark.parametrize("code", ["import torch", "import m6.model", "from moe import MoELayer"])
-def test_this_process_would_notice(tmp_path: Path, code: str):
-    status, _, stderr = without_torch(tmp_path, code)
+def test_this_process_would_notice(without_torch: WithoutTorch, code: str):
+    status, _, stderr = without_torch(code)
     assert status == 1
     assert "is imported" in stderr
 
@@ -64,11 +97,13 @@ def test_this_process_would_notice(tmp_path: Path, code: str):
         "moe.exchange_steps",
     ],
 )
-def test_checks_are_imported_without_it(tmp_path: Path, module: str):
-    assert without_torch(tmp_path, f"import {module}") == (0, "", "")
+def test_checks_are_imported_without_it(without_torch: WithoutTorch, module: str):
+    """In a process that has none of our modules yet."""
+    code = "for name in [*sys.modules]:\n    if name.split('.')[0] in ('m6', 'moe'):\n        del sys.modules[name]\n"
+    assert without_torch(f"{code}import {module}") == (0, "", "")
 
 
-def test_a_right_configuration_is_read_without_it(tmp_path: Path):
+def test_a_right_configuration_is_read_without_it(without_torch: WithoutTorch, tmp_path: Path):
     """With ``moe`` and DeepSpeed's sections, whose own classes need torch."""
     config = write_tiny_config(tmp_path, zero_optimization={"stage": 1}, bf16={"enabled": True})
     assert "moe" in json.loads(config.read_text())["m6"]
@@ -77,12 +112,12 @@ def test_a_right_configuration_is_read_without_it(tmp_path: Path):
         "\nconfig = load_config(Path(sys.argv[1]))\ncheck_world_size(config, 1)\n"
         "print(config.deepspeed.precision, config.model.moe_config().num_experts > 1)"
     )
-    assert without_torch(tmp_path, code, config) == (0, "bf16 True\n", "")
+    assert without_torch(code, config) == (0, "bf16 True\n", "")
 
 
 @pytest.mark.parametrize("command", [[], ["pretrain"], ["finetune"], ["submit"], ["plan"], ["data", "build"]])
-def test_help(tmp_path: Path, command: list[str]):
-    code, stdout, stderr = without_torch(tmp_path, MAIN, *command, "--help")
+def test_help(without_torch: WithoutTorch, command: list[str]):
+    code, stdout, stderr = without_torch(MAIN, *command, "--help")
     assert (code, stderr) == (0, "")
     assert "Usage" in stdout
 
@@ -164,9 +199,9 @@ def test_every_section_has_a_case():
 
 
 @pytest.mark.parametrize(("override", "message"), WRONG, ids=[override for override, _ in WRONG])
-def test_a_wrong_value(tmp_path: Path, override: str, message: str):
+def test_a_wrong_value(without_torch: WithoutTorch, override: str, message: str):
     file = shipped_file(SMOKE, "configuration")
-    found = without_torch(tmp_path, MAIN, "pretrain", SMOKE, "--set", override)
+    found = without_torch(MAIN, "pretrain", SMOKE, "--set", override)
     assert found == (2, "", f"error: {file}: {message}\n")
 
 
@@ -207,8 +242,8 @@ NOT_HERE = {
 
 
 @pytest.mark.parametrize(("command", "message"), NOT_HERE.values(), ids=NOT_HERE)
-def test_what_is_not_here(tmp_path: Path, command: list[str], message: str):
-    assert without_torch(tmp_path, MAIN, *command) == (2, "", f"error: {message}\n")
+def test_what_is_not_here(without_torch: WithoutTorch, command: list[str], message: str):
+    assert without_torch(MAIN, *command) == (2, "", f"error: {message}\n")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +259,7 @@ def test_what_is_not_here(tmp_path: Path, command: list[str], message: str):
     ],
     ids=lambda command: " ".join(map(str, command[:2])),
 )
-def test_other_commands_that_read_a_run(tmp_path: Path, command: list[object]):
-    code, stdout, stderr = without_torch(tmp_path, MAIN, *command, "--set", "m6.schedule.warmup_steps=900")
+def test_other_commands_that_read_a_run(without_torch: WithoutTorch, command: list[object]):
+    code, stdout, stderr = without_torch(MAIN, *command, "--set", "m6.schedule.warmup_steps=900")
     assert (code, stdout) == (2, "")
     assert stderr.startswith(f"error: {shipped_file(SMOKE, 'configuration')}: m6.schedule: warmup_steps 900 and")
