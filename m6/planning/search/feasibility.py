@@ -7,7 +7,8 @@ is called, not repeated: see :func:`m6.planning.search.configuration.configured`
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Literal
 
 from m6.config.combinations import Run, needs_of_equal_shares
@@ -37,6 +38,11 @@ class Refusal:
     reason: str
 
 
+# What the arithmetic reads: a search visits each of these with every choice of the rest.
+_REST = ("zero_stage", "checkpointing", "offload_optimizer", "offload_params")
+_DIVIDED = attrgetter(*(each.name for each in fields(ParallelLayout) if each.name not in _REST))
+
+
 class Feasibility:
     """Checks whether the code can run layouts of one run.
 
@@ -50,6 +56,7 @@ class Feasibility:
         self._num_experts = 1 if config.m6.moe is None else config.model.moe_config().num_experts
         self._validated: dict[tuple[object, ...], Refusal | None] = {}
         self._equal_for: dict[tuple[int, bool], tuple[str, ...]] = {}
+        self._divided: dict[tuple[object, ...], Refusal | None] = {}
 
     def refusal(self, layout: ParallelLayout, lifted: Collection[RefusalKind] = ()) -> Refusal | None:
         """The first reason against ``layout``, or None.
@@ -108,7 +115,11 @@ class Feasibility:
                 "streamed experts",
                 "experts are streamed only if the run has the section m6.offload",
             )
-        return _refused_by_arithmetic(self.config, self._num_experts, layout, self._needs_equal_shares(layout))
+        equal_for = self._needs_equal_shares(layout)
+        key = equal_for, _DIVIDED(layout)
+        if key not in self._divided:
+            self._divided[key] = _refused_by_arithmetic(self.config, self._num_experts, layout, equal_for)
+        return self._divided[key]
 
     def _needs_equal_shares(self, layout: ParallelLayout) -> tuple[str, ...]:
         """The reasons for an equal number of micro-batches on all ranks of the layout."""
