@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from m6.evaluation import metrics
 from tests.fixtures.command import contents, m6
 from tests.fixtures.fabricated_run import run_document, training_entry, write_metrics, write_run
 from tests.fixtures.full_disk import full_disk, growing
@@ -97,7 +98,8 @@ def command(name: str, folder: Path, out: Path) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_disk_that_is_full_at_some_write(name: str, folder: Path, tmp_path: Path):
+def test_a_disk_that_is_full_at_some_write(name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(metrics, "RESAMPLES", 2)  # the command runs 18 times, and intervals are not looked at
     environment = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     for number in growing():
         out = tmp_path / f"at_{number}" / "out"
