@@ -93,6 +93,8 @@ def trained(folder: Path) -> Path:
     worlds: dict[int, list[tuple[dict[str, Any], Path]]] = {1: [], 2: [], 4: []}
     for name, (changes, own, (two, four)) in {**RUNS, **ROUNDED, **SKIPPING}.items():
         for ranks, zero in ((1, 0 if name in RUNS else 1), (2, two), (4, four)):
+            if ranks == 1 and name in SKIPPING:  # compared with no other
+                continue
             each = document(folder, zero, **changes, **ANY_WORLD, **(own if ranks > 1 else {}))
             worlds[ranks].append((each, folder / f"{ranks}" / name))
     for ranks, runs in worlds.items():

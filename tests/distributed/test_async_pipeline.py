@@ -1,5 +1,6 @@
 """Pipelines without a flush between steps: W(t+1) = W(t) - lr u(g(W(t-1))), from stage to stage and step to step."""
 
+import json
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,9 +26,9 @@ from tests.distributed.test_gradient_delay import (
     TOLERANCE_FP32,
     _sum_in_float64,
     batches,
+    expected_weights,
     largest_error,
     rate,
-    recurrence,
 )
 from tests.distributed.test_pipelines import document, folder, part_of_loss, pipeline
 
@@ -81,7 +82,7 @@ def error_of(each: dict[str, Any], dtype: torch.dtype) -> float:
         if runner._copy is not None:
             runner._copy.data = runner._copy.data.double()
         clipping._sum_of_squares = _sum_in_float64
-    expected = recurrence(config, engine._mesh.dims.dp, torch.float64)
+    expected = expected_weights(json.dumps(each), engine._mesh.dims.dp)
     train_engine(engine, config, dtype)
     error = torch.tensor(largest_error(engine, expected))
     torch.distributed.all_reduce(error, torch.distributed.ReduceOp.MAX)

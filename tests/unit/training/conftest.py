@@ -31,17 +31,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("training")
 
 
-@pytest.fixture
-def make_trainer(runtime: Runtime, folder: Path, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
-    """Opens ``tmp_path / name`` as a run of the tiny configuration with changes, and returns its trainer."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+@pytest.fixture(scope="package")
+def open_trainer(runtime: Runtime, folder: Path) -> Callable[..., Trainer]:
+    """Opens a folder as a run of the tiny configuration with changes, and returns its trainer."""
 
-    def make(name: str = "run", forecast: Forecast | None = None, **changes: Any) -> Trainer:
+    def open_run(root: Path, forecast: Forecast | None = None, **changes: Any) -> Trainer:
         config = parse_config(tiny_document(folder, **changes))
-        run = RunDirectory(tmp_path / name)
+        run = RunDirectory(root)
         run.check(config)
         run.open(config, runtime.world_size)
         return Trainer(config, run, runtime, forecast=forecast)
+
+    return open_run
+
+
+@pytest.fixture
+def make_trainer(open_trainer: Callable[..., Trainer], tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """``open_trainer`` for the folder ``tmp_path / name``, "run" by default."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def make(name: str = "run", forecast: Forecast | None = None, **changes: Any) -> Trainer:
+        return open_trainer(tmp_path / name, forecast, **changes)
 
     # DeepSpeed's stage 3 exchanges this function for the whole process and does not put it back.
     with mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear):

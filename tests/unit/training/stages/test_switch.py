@@ -224,24 +224,32 @@ KILLS: dict[str, tuple[tuple[Any, ...], int]] = {
 }
 
 
+KILLED = {
+    **changes(2, correlation_interval_steps=3, learning_rate="rewarm", rewarm_steps=3),
+    "m6__training__total_steps": 6,
+    "m6__checkpoint__async_save": False,
+    "m6__checkpoint__keep_last": 9,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(open_trainer: Callable[..., Trainer], tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """The trainer of a run that nobody killed."""
+    trainer = open_trainer(tmp_path_factory.mktemp("whole") / "run", **KILLED)
+    trainer.train()
+    return trainer
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("where", KILLS)
 def test_a_job_killed_in_the_switch_ends_equal_to_the_bit(
-    make_trainer: MakeTrainer, where: str, capsys: pytest.CaptureFixture[str]
+    make_trainer: MakeTrainer, whole: Trainer, where: str, capsys: pytest.CaptureFixture[str]
 ):
-    settings = {
-        **changes(2, correlation_interval_steps=3, learning_rate="rewarm", rewarm_steps=3),
-        "m6__training__total_steps": 6,
-        "m6__checkpoint__async_save": False,
-        "m6__checkpoint__keep_last": 9,
-    }
-    whole = make_trainer("whole", **settings)
-    whole.train()
     place, begin = KILLS[where]
     with killed_at(*place), pytest.raises((Killed, UserError)):
-        make_trainer(**settings).train()
+        make_trainer(**KILLED).train()
     capsys.readouterr()
-    trainer = make_trainer(**settings)
+    trainer = make_trainer(**KILLED)
     trainer.train()
     said = capsys.readouterr().err
     assert (f"at step {begin}\n" in said) == (begin > 0), said
