@@ -41,7 +41,8 @@ OVERRIDES: dict[Feature, dict[str, Any]] = {
     c.SHARES: {"m6__parallel__shares": [6, 6, 2, 2]},
     c.RAMP: {"m6__training__batch_ramp": [{"steps": 1, "batch_size": 16}]},
     c.AT_ONCE: {"train_batch_size": 4},  # one micro-batch a rank
-    c.UNIT_DROPOUT: {"m6__moe__expert_dropout": 1e-9},  # it depends on the order in which tokens arrive
+    # Its masks are drawn for the tokens that arrive, and all later ones of a layer come after them.
+    c.UNIT_DROPOUT: {"m6__moe__expert_dropout": 1e-9, "m6__model__hidden_dropout": 0.0},
     c.SLICES: {"m6__model__hidden_dropout": 0.0},  # each slice has dropout of its own
 }
 # Pictures are drawn from the trained model and change no number.
