@@ -140,7 +140,7 @@ def parse_json(text: str) -> Any:
 def _check_texts(value: Any, where: str) -> None:
     """Raises UserError for a key or a text that neither a file system nor UTF-8 can hold."""
     if isinstance(value, str) and _IN_NO_NAME.search(value):
-        problem = f"{_shortened(ascii(value))} holds a character that no file name and no UTF-8 can hold"
+        problem = f"{_shortened(repr(value))} holds a character that no file name and no UTF-8 can hold"
         raise UserError(": ".join(filter(None, (where, problem))))
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in entries:

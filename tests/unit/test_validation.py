@@ -68,6 +68,8 @@ def test_a_text_that_no_file_name_can_hold(text: str):
         parse_json(f'{{"m6": ["x", "{text}"]}}')
     with pytest.raises(UserError, match=r"^m6: '.*' holds a character"):
         parse_json(f'{{"m6": {{"{text}": 1}}}}')
+    with pytest.raises(UserError, match=r"^'\\x00¡' holds a character"):  # only what cannot be shown is escaped
+        parse_json(r'{"\u0000¡": 1}')
     assert parse_json(r'["\ud83d\udc3c\\u0000"]') == ["🐼\\u0000"]
 
 
