@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from m6.training.engine.pipeline import PipelineRunner
 from m6.training.engine.runner import Step
-from m6.training.engine.updater import StageUpdater, StepGradients, Update
+from m6.training.engine.updater import StepGradients, Update
 from m6.training.mesh import Mesh
 
 Weights = dict[nn.Parameter, Tensor]
@@ -100,11 +100,6 @@ class AsyncPipelineRunner(PipelineRunner):
         newest = self._updates.pop()
         self._updates.clear()
         return newest
-
-    @property
-    def _stage_updater(self) -> StageUpdater:
-        assert isinstance(self._updater, StageUpdater)
-        return self._updater
 
     def _take_next_version(self) -> None:
         """Updates the parameters to the weights of the new step."""

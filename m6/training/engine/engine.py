@@ -22,7 +22,7 @@ from m6.training import deepspeed_private
 from m6.training.deepspeed_private import fragments, is_expert, is_partitioned, named_expert_group
 from m6.training.engine.reducer import GradientReducer, PipelineGradients
 from m6.training.engine.runner import LossFunction, PlainRunner, Runner, Step
-from m6.training.engine.updater import Update, build_updater
+from m6.training.engine.updater import StageUpdater, Update, Updater, ZeroUpdater
 from m6.training.mesh import Mesh
 from m6.training.optimizers import DTYPES
 from m6.training.replicas import Replicated
@@ -82,17 +82,18 @@ class Engine:
         self.module: M6ForConditionalGeneration = deepspeed.module
         self.offloaded = offloaded
         self._reducer = _reducer(config, mesh, self.module, offloaded)
-        self._updater = build_updater(deepspeed, config, mesh, offloaded, self._reducer)
+        self._updater: Updater
         self.runner: Runner
-        parts = deepspeed, config, mesh, self._reducer, self._updater
         if config.pipeline is None:
-            self.runner = plain(*parts)
+            self._updater = ZeroUpdater(deepspeed, config, mesh, offloaded, self._reducer.measures_sums)
+            self.runner = plain(deepspeed, config, mesh, self._reducer, self._updater)
         else:
+            self._updater = updater = StageUpdater(deepspeed, config, mesh, offloaded)
             # A backward pass is not split in three cases. With activation checkpointing its second half would recompute
             # a block several times. Offloaded experts would be needed twice. A weight shared by layers would be
             # incomplete.
             splits = not config.m6.training.activation_checkpointing and offloaded is None and sharing is None
-            self.runner = _pipeline_runner(config)(*parts, splits)
+            self.runner = _pipeline_runner(config)(deepspeed, config, mesh, self._reducer, updater, splits)
         self.averaged_over = self.runner.averaged_over
 
     # A training step

@@ -19,7 +19,7 @@ from m6.model.stages import ModelStage
 from m6.training.engine.pipeline_schedule import NumberedStage, build_schedule
 from m6.training.engine.reducer import GradientReducer
 from m6.training.engine.runner import Runner, Step
-from m6.training.engine.updater import Updater
+from m6.training.engine.updater import StageUpdater
 from m6.training.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -44,12 +44,12 @@ class PipelineRunner(Runner):
         config: RunConfig,
         mesh: Mesh,
         reducer: GradientReducer,
-        updater: Updater,
+        updater: StageUpdater,
         splits: bool,
     ) -> None:
         super().__init__(deepspeed, config, mesh, reducer, updater)
         assert config.pipeline is not None
-        self._settings, self._splits = config.pipeline, splits
+        self._settings, self._splits, self._stage_updater = config.pipeline, splits, updater
         self._ends = mesh.of_ends("ends")
         self._trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         self._autocast = config.deepspeed.precision == "fp32" and config.deepspeed.product_dtype == "bf16"

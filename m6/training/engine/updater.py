@@ -25,7 +25,6 @@ from m6.training.deepspeed_private import (
     sums_in_fp16,
 )
 from m6.training.engine.clipping import PartGroups, clip_gradients, gradient_norm, partition_norm, shrink
-from m6.training.engine.reducer import GradientReducer
 from m6.training.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -251,19 +250,6 @@ class StageUpdater(Updater):
     def _stages_of(self, pp_rank: int) -> str:
         assert self._config.pipeline is not None
         return self._config.pipeline.describe_rank(pp_rank, self._config.model.num_layers)
-
-
-def build_updater(
-    deepspeed: DeepSpeedEngine,
-    config: RunConfig,
-    mesh: Mesh,
-    offloaded: OffloadedExperts | None,
-    reducer: GradientReducer,
-) -> Updater:
-    """Returns the updater of a run: DeepSpeed's norm, or the norm over the stages of a pipeline."""
-    if config.pipeline is not None:
-        return StageUpdater(deepspeed, config, mesh, offloaded)
-    return ZeroUpdater(deepspeed, config, mesh, offloaded, reducer.measures_sums)
 
 
 def _delayed_gradients(config: RunConfig, deepspeed: DeepSpeedEngine) -> DelayedGradients | None:

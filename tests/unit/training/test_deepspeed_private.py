@@ -1,17 +1,17 @@
 """DeepSpeed has each private name that is used, and one file uses them."""
 
 import ast
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from m6.config.run import parse_config
 from m6.runs.processes import start
-from m6.training.engine.build import build_engine
+from m6.training.deepspeed_private import _SCALE_STATE
 from tests.fixtures.process_group import no_process_group_left
-from tests.fixtures.tiny_run import tiny_document
 
 ROOT = Path(__file__).resolve().parents[3] / "m6"
 FILE = ROOT / "training" / "deepspeed_private.py"
@@ -29,18 +29,23 @@ OF_PARAMETERS = ["ds_tensor", "ds_numel", "ds_shape"]
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]:
-    """ZeRO stage -> DeepSpeed's engine of a tiny run."""
-    folder = tmp_path_factory.mktemp("private")
+def engines() -> Iterator[dict[int, Any]]:
+    """ZeRO stage -> an engine of DeepSpeed's in which we have replaced nothing."""
     with no_process_group_left():
-        runtime = start()
+        start()
+        import deepspeed
+
         made = {}
         for stage in (1, 3):
-            document = tiny_document(folder, m6__moe=None, zero_optimization={"stage": stage})
-            made[stage] = build_engine(parse_config(document), runtime)
-        yield {stage: engine._deepspeed for stage, engine in made.items()}
+            module = torch.nn.Linear(4, 4)
+            config = {"train_batch_size": 1, "zero_optimization": {"stage": stage}, "gradient_clipping": 1.0}
+            optimizer = torch.optim.AdamW(module.parameters())
+            made[stage], *_ = deepspeed.initialize(
+                model=module, optimizer=optimizer, config=config, dist_init_required=False
+            )
+        yield made
         for engine in made.values():
-            engine.release()
+            engine.destroy()
 
 
 @pytest.mark.parametrize("name", OF_OPTIMIZER)
@@ -51,6 +56,14 @@ def test_the_optimizer_has_the_name(engines: dict[int, Any], name: str):
 @pytest.mark.parametrize("name", OF_PARAMETERS)
 def test_a_parameter_of_stage_3_has_the_name(engines: dict[int, Any], name: str):
     assert all(hasattr(parameter, name) for parameter in engines[3].module.parameters())
+
+
+@pytest.mark.parametrize("name", [*_SCALE_STATE, "dynamic", "raise_error_at_min_scale", "update_scale"])
+def test_the_loss_scaler_has_the_name(name: str):
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    arguments = inspect.signature(DynamicLossScaler).parameters
+    assert hasattr(DynamicLossScaler(**dict.fromkeys(arguments, 1)), name)
 
 
 @pytest.mark.parametrize("name", ["_get_expert_parallel_group", "_get_expert_data_parallel_group"])
