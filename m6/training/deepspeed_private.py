@@ -1,11 +1,6 @@
 """What we use of DeepSpeed's private parts, and what we replace there; written for DeepSpeed 0.19.8.
 
 No other file of the training uses them. tests/unit/training/test_deepspeed_private.py looks for each name in DeepSpeed.
-
-``fragments`` gives the training state as named ranges of flat global tensors, for our checkpoints. In every layout a
-rank holds contiguous ranges of the flattened fp32 weight and moments of each parameter: the whole tensor at ZeRO stage
-0, a partition at stages 1 to 3, and for experts the range of the local experts in the stack of all experts. Name, kind
-and offset identify a range on any rank. Any layout can therefore read the ranges written by another layout.
 """
 
 from __future__ import annotations
@@ -13,7 +8,6 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from m6.checkpoints.format import WEIGHT, Fragment
 from m6.training.reduction.messages import BUCKET_ELEMENTS
 
 if TYPE_CHECKING:
@@ -119,6 +112,12 @@ def partition(parameter: nn.Parameter) -> Tensor:
     """Stage 3: this rank's elements, 1-D, without the padding to equal lengths."""
     padded: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
     return padded[: partition_numel(parameter, padded.numel())]
+
+
+def partition_start(parameter: nn.Parameter) -> int:
+    """Stage 3: the first of this rank's elements."""
+    padded: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+    return padded.numel() * dist.get_rank()
 
 
 def partition_numel(parameter: nn.Parameter, padded_numel: int) -> int:
@@ -308,6 +307,43 @@ def count_in_norm(zero: Any, squares: Callable[[], float]) -> None:
 # State of training
 
 
+class Piece(NamedTuple):
+    """The elements of a parameter in this rank's fp32 partition: ``flat[place : place + numel]``.
+
+    Attributes:
+        flat: weights in fp32. The optimizer's state has its moments under this key, of the same shape.
+        place: of the first element in ``flat``.
+        start: of the first element in the parameter.
+        numel: without the padding to equal lengths on all ranks; at least 1.
+    """
+
+    flat: Tensor
+    place: int
+    start: int
+    numel: int
+
+
+def pieces(deepspeed: DeepSpeedEngine) -> dict[nn.Parameter, Piece]:
+    """Finds the trained parameters with elements in this rank's partitions, at ZeRO stages 1 to 3.
+
+    With ``round_robin_gradients`` DeepSpeed's own mapping (``_hp_mapping``) is wrong: it assumes the model's order.
+    """
+    zero = deepspeed.optimizer
+    if deepspeed.zero_optimization_stage() == 3:
+        return {
+            parameter: Piece(zero.fp32_partitioned_groups_flat[group], begin, partition_start(parameter), numel)
+            for parameter in deepspeed.module.parameters()
+            if parameter.requires_grad
+            for group, begin, padded in [zero.grad_position[zero.get_param_id(parameter)]]
+            if (numel := partition_numel(parameter, padded)) > 0
+        }
+    return {
+        parameter: Piece(flat, start - begin, start - offset, end - start)
+        for flat, parameters, offsets, begin, _ in partitions(zero)
+        for parameter, offset, start, end in _overlaps(parameters, offsets, begin, begin + flat.numel())
+    }
+
+
 def base_optimizer(deepspeed: DeepSpeedEngine) -> torch.optim.Optimizer:
     """Returns the PyTorch optimizer: inside ZeRO's optimizer, or the engine's optimizer at stage 0."""
     return deepspeed.optimizer if deepspeed.zero_optimization_stage() == 0 else deepspeed.optimizer.optimizer
@@ -460,140 +496,3 @@ class LossScale:
         for key in _SCALE_STATE:
             if key in state:
                 setattr(self._scaler, key, state[key])
-
-
-def fragments(deepspeed: DeepSpeedEngine, replicas: dist.ProcessGroup | None) -> Iterator[Fragment]:
-    """Yields every range of training state on this rank: weights, in fp32 where masters exist, and moments.
-
-    The caller creates the optimizer's moments first (``create_moments``).
-
-    Args:
-        replicas: the ranks with the same dense parameters; None: all.
-    """
-    stage = deepspeed.zero_optimization_stage()
-    pieces = _pieces(deepspeed.optimizer) if stage in (1, 2) else {}
-    for name, parameter in deepspeed.module.named_parameters():
-        location = _Location.of(name, parameter, replicas)
-        if not parameter.requires_grad:
-            yield from _frozen(location, parameter)
-        elif stage == 0:
-            yield from _unpartitioned(location, parameter, deepspeed.optimizer.state[parameter])
-        elif stage == 3:
-            yield from _stage_3(location, parameter, deepspeed.optimizer)
-        elif parameter in pieces:  # otherwise no element of the parameter is in this rank's partition
-            yield from _stage_1_2(location, parameter, pieces[parameter], deepspeed.optimizer)
-    for name, buffer in deepspeed.module.named_buffers():
-        if name in deepspeed.module.state_dict(keep_vars=True):  # other buffers are not persistent
-            yield Fragment(name, WEIGHT, 0, buffer.view(-1), tuple(buffer.shape), _replica(replicas))
-
-
-@dataclass(frozen=True)
-class _Location:
-    """The position of a parameter's local tensor in the global tensor.
-
-    Attributes:
-        shape: shape of the global tensor.
-        experts: the first expert of the local tensor and the number of all experts; None for other parameters.
-        replica: see ``Fragment``.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    experts: tuple[int, int] | None
-    replica: tuple[int, int]
-
-    @classmethod
-    def of(cls, name: str, parameter: nn.Parameter, replicas: dist.ProcessGroup | None) -> _Location:
-        shape = full_shape(parameter)
-        if not is_expert(parameter):
-            return cls(name, shape, None, _replica(replicas))
-        experts = (parameter.first_expert, parameter.num_global_experts)  # type: ignore[attr-defined]
-        group = named_expert_group("expert_data_parallel", parameter.group_name)  # type: ignore[attr-defined]
-        return cls(name, (experts[1], *shape[1:]), experts, _replica(group))
-
-    def fragment(self, kind: str, start: int, data: Tensor, local_shape: tuple[int, ...], replicated: bool) -> Fragment:
-        """Makes the fragment of ``data``, from element ``start`` of a local tensor of shape ``local_shape``.
-
-        The local tensor is the weight, a moment, or a factor of a moment (Adafactor's rows and columns).
-        """
-        shape = local_shape
-        if self.experts is not None:
-            first, count = self.experts
-            start += first * math.prod(local_shape[1:])
-            shape = (count, *local_shape[1:])
-        return Fragment(self.name, kind, start, data, shape, self.replica if replicated else (0, 1))
-
-
-def _replica(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This rank's index in the group and the group's size; ``Fragment.replica``."""
-    if not dist.is_initialized():
-        return (0, 1)
-    return (dist.get_rank(group), dist.get_world_size(group))
-
-
-def _frozen(location: _Location, parameter: nn.Parameter) -> Iterator[Fragment]:
-    if is_partitioned(parameter):
-        yield from _stage_3_range(location, parameter, WEIGHT, parameter.ds_tensor)  # type: ignore[attr-defined]
-    else:
-        yield location.fragment(WEIGHT, 0, parameter.detach().view(-1), tuple(parameter.shape), replicated=True)
-
-
-def _unpartitioned(location: _Location, parameter: nn.Parameter, state: dict[str, Any]) -> Iterator[Fragment]:
-    yield location.fragment(WEIGHT, 0, parameter.detach().view(-1), tuple(parameter.shape), replicated=True)
-    for kind, value in state.items():  # the step counter has no dimension; ``Engine.counters`` saves it
-        if torch.is_tensor(value) and value.dim() > 0:
-            yield location.fragment(kind, 0, value.view(-1), tuple(value.shape), replicated=True)
-
-
-class _Piece(NamedTuple):
-    """The elements of a parameter in this rank's partition: they are ``flat[place : place + numel]``.
-
-    Attributes:
-        start: the first of them in the parameter.
-    """
-
-    flat: Tensor
-    place: int
-    start: int
-    numel: int
-
-
-def _pieces(zero: Any) -> dict[nn.Parameter, _Piece]:
-    """Finds the parameters of stages 1 and 2 in this rank's partitions.
-
-    With ``round_robin_gradients`` DeepSpeed's own mapping (``_hp_mapping``) is wrong: it assumes the model's order.
-    """
-    return {
-        parameter: _Piece(flat, start - begin, start - offset, end - start)
-        for flat, parameters, offsets, begin, _ in partitions(zero)
-        for parameter, offset, start, end in _overlaps(parameters, offsets, begin, begin + flat.numel())
-    }
-
-
-def _stage_1_2(location: _Location, parameter: nn.Parameter, piece: _Piece, zero: Any) -> Iterator[Fragment]:
-    shape = tuple(parameter.shape)
-
-    def part(flat: Tensor) -> Tensor:
-        return flat.detach().narrow(0, piece.place, piece.numel)
-
-    yield location.fragment(WEIGHT, piece.start, part(piece.flat), shape, replicated=False)
-    for kind, value in zero.optimizer.state[piece.flat].items():
-        if torch.is_tensor(value) and value.shape == piece.flat.shape:
-            yield location.fragment(kind, piece.start, part(value), shape, replicated=False)
-
-
-def _stage_3(location: _Location, parameter: nn.Parameter, zero: Any) -> Iterator[Fragment]:
-    group, begin, numel = zero.grad_position[zero.get_param_id(parameter)]
-    flat = zero.fp32_partitioned_groups_flat[group]
-    yield from _stage_3_range(location, parameter, WEIGHT, flat.detach()[begin : begin + numel])
-    for kind, value in zero.optimizer.state[flat].items():
-        if torch.is_tensor(value) and value.shape == flat.shape:
-            yield from _stage_3_range(location, parameter, kind, value[begin : begin + numel])
-
-
-def _stage_3_range(location: _Location, parameter: nn.Parameter, kind: str, partition: Tensor) -> Iterator[Fragment]:
-    """Yields the range of a stage-3 partition, without the padding to equal lengths on all ranks."""
-    start = partition.numel() * dist.get_rank()
-    numel = partition_numel(parameter, partition.numel())
-    if numel > 0:
-        yield location.fragment(kind, start, partition[:numel], location.shape, replicated=False)

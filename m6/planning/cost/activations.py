@@ -22,7 +22,6 @@ from m6.config.run import RunConfig
 from m6.model.attention import LONGEST_PRODUCTS
 from m6.model.patch_encoders import build_patch_encoder
 from m6.planning.cost.layout import ParallelLayout
-from m6.planning.cost.schedules import filled_step, most_in_flight
 from m6.training.sizes import FP32, BatchShape, Precision
 from m6.training.storages import SavedTensors
 from moe.config import MoEConfig
@@ -279,6 +278,8 @@ class PipelineActivations:
             stages: the layers of each of its stages.
             micro_batches: of a step.
         """
+        from m6.planning.cost.schedules import filled_step, most_in_flight  # a run without a pipeline does not load it
+
         each = [self._stage(layers) for layers in stages]
         number = filled_step(settings, micro_batches)
         in_flight = most_in_flight(settings.schedule, settings.num_ranks, number, settings.stages_per_rank())

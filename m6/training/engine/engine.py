@@ -19,7 +19,8 @@ from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.outputs import M6Output
 from m6.model.parameters import share_layers
 from m6.training import deepspeed_private
-from m6.training.deepspeed_private import fragments, is_expert, is_partitioned, named_expert_group
+from m6.training.deepspeed_private import is_expert, is_partitioned, named_expert_group
+from m6.training.engine.fragments import fragments
 from m6.training.engine.reducer import GradientReducer, PipelineGradients
 from m6.training.engine.runner import LossFunction, PlainRunner, Runner, Step
 from m6.training.engine.updater import StageUpdater, Update, Updater, ZeroUpdater
