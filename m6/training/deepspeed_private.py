@@ -195,12 +195,14 @@ def give_partition(zero: Any, gradients: dict[nn.Parameter, Tensor]) -> list[Ten
     return [gradient for group in zero.averaged_gradients.values() for gradient in group]
 
 
-def scatter_sums(zero: Any, sent_type: torch.dtype | None) -> None:
+def scatter_sums(zero: Any, reduce_scatter: Callable[[Tensor, bool], Tensor], sent_type: torch.dtype | None) -> None:
     """Sums gradients over ranks, and stores this rank's partition of the sums in DeepSpeed's stage-1 optimizer.
 
     A reduce-scatter sends half the bytes of an all-reduce. The gradients leave the parameters.
 
     Args:
+        reduce_scatter: sums [ranks, n] over the ranks with the same dense parts, or the same experts if the second
+            argument is true, and returns the row of this rank.
         sent_type: the number format of messages; None: the type of the parameters.
     """
     for index, (flat, parameters, offsets, _, group) in enumerate(partitions(zero)):
@@ -213,11 +215,7 @@ def scatter_sums(zero: Any, sent_type: torch.dtype | None) -> None:
             rows = torch.zeros(ranks, own.numel(), dtype=sent_type or parameters[0].dtype, device=own.device)
             for rank, row in enumerate(rows):
                 _read_gradients(parameters, offsets, rank * numel + begin, row)
-            total = rows[0]
-            if ranks > 1:
-                total = torch.empty_like(rows[0])
-                dist.reduce_scatter_single(total, rows.flatten(), group=group)
-            own.copy_(total)
+            own.copy_(reduce_scatter(rows, is_expert(parameters[0])))
         zero.averaged_gradients[index] = [partition]
         for parameter in parameters:
             parameter.grad = None

@@ -1,7 +1,11 @@
 """Sums of gradients that leave out parts of them: nothing is lost, all ranks have the same, bytes are as computed."""
 
-from collections.abc import Callable
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m6.config.communication import CommunicationSettings
+from m6.training.mesh import Mesh, ParallelDims
 from m6.training.reduction.collectives import CountedCollectives
 from m6.training.reduction.messages import GradientTensor, is_compressed, sent_bytes
 from m6.training.reduction.reducer import Reducer
@@ -167,6 +172,83 @@ def low_rank() -> None:
             torch.testing.assert_close(found[key].view(shape), approximation * len(ranks))
 
 
+def by_nodes() -> None:
+    """Four ranks as two nodes of two: the sums of one exchange, and the bytes between nodes of the closed forms."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    rank, dims = dist.get_rank(), ParallelDims(dist.get_rank(), 4)
+    nodes = Mesh(dims, torch.device("cpu")).by_nodes(dims.ranks("dp"))
+    assert nodes is not None
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(4, 25, 4, generator=generator, dtype=torch.float64)
+    rank_values = torch.stack(on_all_ranks(values))
+    mine = values.nbytes
+    # Bytes to the other node of a rank: of a ring of two ranks, half of it, or the message to one rank instead of two.
+    for call, expected, between in (
+        (lambda each: each.all_reduce(values.clone()), None, mine / 2),
+        (lambda each: each.sums([values[0, 1:], values[1]])[0], rank_values.sum(0)[0, 1:], (24 + 25) * 32 / 2),
+        (lambda each: each.reduce_scatter(values.view(4, 100)), rank_values.sum(0)[rank].view(100), mine / 2 / 2),
+        (lambda each: torch.stack(each.all_gather(values)), rank_values, mine),
+    ):
+        flat, hierarchical = CountedCollectives(), CountedCollectives(None, nodes)
+        with messages_between_nodes() as counted:
+            found = call(hierarchical)
+        assert counted
+        assert sum(counted) == hierarchical.sent_between_nodes == between
+        with messages_between_nodes() as counted:
+            alike = call(flat)
+        assert hierarchical.sent_bytes == flat.sent_bytes
+        assert flat.sent_between_nodes == 0
+        assert counted == [math.inf]
+        if expected is not None:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+            torch.testing.assert_close(alike, expected, rtol=0, atol=1e-14)
+    for length in (1, 2, 3, 7):  # no multiple of the ranks of a node
+        total = torch.full((length,), 1.0 + rank)
+        CountedCollectives(None, nodes).all_reduce(total)
+        assert total.tolist() == [10.0] * length
+    for name in OPTIONS:
+        settings = settings_of(name)
+        sums = []
+        for collectives in (CountedCollectives(), CountedCollectives(None, nodes)):
+            reducer = Reducer(settings, TENSORS, collectives, torch.zeros((), dtype=torch.float64))
+            for step in range(3):
+                found = reducer(gradients_of(rank, step), step)
+            sums.append((found, collectives.sent_bytes))
+        for key, total in sums[0][0].items():
+            torch.testing.assert_close(sums[1][0][key], total, rtol=0, atol=1e-12)
+        assert sums[0][1] == pytest.approx(sums[1][1], rel=1e-12)
+        assert 0 < collectives.sent_between_nodes < collectives.sent_bytes / 2
+
+
+@contextmanager
+def messages_between_nodes() -> Iterator[list[float]]:
+    """Yields the bytes that this rank sends to other nodes inside; infinite for a group that mixes both kinds."""
+    found: list[float] = []
+
+    def count(tensor: Tensor, group: dist.ProcessGroup | None, times: Callable[[int], float]) -> None:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        on_nodes = {rank // 2 for rank in ranks}
+        if len(on_nodes) > 1:
+            found.append(tensor.nbytes * times(len(ranks)) if len(on_nodes) == len(ranks) else math.inf)
+
+    plain = dist.all_reduce, dist.reduce_scatter_single, dist.all_gather
+
+    def all_reduce(tensor: Tensor, group: Any) -> None:
+        count(tensor, group, lambda ranks: 2 * (ranks - 1) / ranks)
+        plain[0](tensor, group=group)
+
+    def reduce_scatter(own: Tensor, tensor: Tensor, group: Any) -> None:
+        count(tensor, group, lambda ranks: (ranks - 1) / ranks)
+        plain[1](own, tensor, group=group)
+
+    def all_gather(received: list[Tensor], tensor: Tensor, group: Any) -> None:
+        count(tensor, group, lambda ranks: ranks - 1)
+        plain[2](received, tensor, group=group)
+
+    with mock.patch.multiple(dist, all_reduce=all_reduce, reduce_scatter_single=reduce_scatter, all_gather=all_gather):
+        yield found
+
+
 CHECKS: list[Callable[[], None]] = [conservation, at_density_1, largest_first, low_rank]
 
 
@@ -179,6 +261,15 @@ def all_checks() -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_reducers(ranks: int):
     run_distributed(all_checks, ranks)
+
+
+def checks_by_nodes() -> None:
+    init_deepspeed()
+    by_nodes()
+
+
+def test_node_first_sums_send_fewer_bytes_between_nodes():
+    run_distributed(checks_by_nodes, 4)
 
 
 def test_warm_up_of_the_density():

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from m6.checkpoints.format import Fragment, WeightReader
 from m6.config.run import RunConfig
-from m6.training.deepspeed_private import expert_group, is_expert, take_gradient
+from m6.training.deepspeed_private import is_expert, take_gradient
 from m6.training.engine.reducer import GradientReducer, PipelineGradients
 from m6.training.engine.tensor_norms import norms_of
 from m6.training.mesh import Mesh
-from m6.training.reduction.collectives import CountedCollectives
 from m6.training.reduction.messages import ring_bytes
 from m6.training.reduction.reducer import Reducer, gradient_tensor
 from m6.training.reduction.residuals import load_residuals, residual_fragments
@@ -35,15 +34,13 @@ class CompressedGradients(GradientReducer):
         self._whole = PipelineGradients(mesh, module, torch.float32)
         self._names = {each: name for name, each in module.named_parameters() if each.requires_grad}
         dense = {name: gradient_tensor(name, each) for each, name in self._names.items() if not is_expert(each)}
-        self._collectives = CountedCollectives(mesh.replicas)
+        self._collectives, self._same_experts = self._whole.dense, self._whole.experts
         like = torch.zeros((), device=mesh.device)
         self._reducer = Reducer(config.m6.communication, dense, self._collectives, like)
-        same_experts = expert_group("expert_data_parallel", mesh.dims.ep) or mesh.replicas
-        self._same_experts = CountedCollectives(same_experts)
         split = sum(each.numel() for each in self._names if is_expert(each))
         self._expert_bytes = ring_bytes(split * FP32, self._same_experts.ranks)
         self._step = self._reported_step = 0
-        self._has_sent = False  # in this step
+        self._has_sent = False  # by this object, in this step
 
     @property
     def sums_here(self) -> bool:
@@ -61,6 +58,7 @@ class CompressedGradients(GradientReducer):
         if not self.sums_here:
             # ``_are_finite`` is a collective of all stages: a stage without compression must take part in it.
             self._are_finite([each.grad for each in self.trained if each.grad is not None])
+            self._has_sent = True
             return self._whole.sums(loss_scale, averaged_over)
         self._has_sent = True
         scale = averaged_over * loss_scale
@@ -83,19 +81,23 @@ class CompressedGradients(GradientReducer):
     def end_step(self) -> None:
         """See ``GradientReducer.end_step``."""
         if not self._has_sent:
-            self._collectives.sent_bytes += self._all_reduce_bytes()
+            self._collectives.count_ring(self._all_reduce_bytes())
         self._step, self._has_sent = self._step + 1, False
 
     def interval_metrics(self) -> dict[str, Any]:
         """Returns ``gradient_bytes``: the mean bytes sent by a rank in a step, and the bytes of a plain all-reduce.
 
-        See ``Engine.interval_metrics``.
+        On several nodes also ``between_nodes``, the part sent to other nodes. See ``Engine.interval_metrics``.
         """
         steps, self._reported_step = max(1, self._step - self._reported_step), self._step
-        sent = 0.0
+        sent = between_nodes = 0.0
         for counted in (self._collectives, self._same_experts):
             sent, counted.sent_bytes = sent + counted.sent_bytes, 0.0
-        return {"gradient_bytes": {"sent": sent / steps, "all_reduce": self._all_reduce_bytes()}}
+            between_nodes, counted.sent_between_nodes = between_nodes + counted.sent_between_nodes, 0.0
+        found = {"sent": sent / steps, "all_reduce": self._all_reduce_bytes()}
+        if self._collectives.nodes is not None:
+            found["between_nodes"] = between_nodes / steps
+        return {"gradient_bytes": found}
 
     def _all_reduce_bytes(self) -> float:
         """Returns the bytes sent by a rank in a step without compression, including its experts."""

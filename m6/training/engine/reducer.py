@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from m6.checkpoints.format import Fragment, WeightReader
 from m6.training.deepspeed_private import expert_group, is_expert, scatter_sums
 from m6.training.mesh import Mesh
-from m6.training.reduction.collectives import buckets
+from m6.training.reduction.collectives import CountedCollectives, buckets
 
 
 class GradientReducer:
@@ -105,14 +104,23 @@ class GradientReducer:
 class PipelineGradients(GradientReducer):
     """All-reduces gradients, or at ZeRO stage 1 reduce-scatters them, if DeepSpeed does not see the passes.
 
+    On several nodes with the same number of ranks the sums are node-first, see ``CountedCollectives``.
+
     Args:
         sent_type: the number format of messages; None: the type of the gradients.
+
+    Attributes:
+        dense, experts: the collectives of the ranks with the same dense parts, and with the same experts.
     """
 
     def __init__(self, mesh: Mesh, module: nn.Module, sent_type: torch.dtype | None) -> None:
         super().__init__(mesh, module)
         self._sent_type = sent_type
-        self._same_experts = expert_group("expert_data_parallel", mesh.dims.ep) or mesh.replicas
+        self.dense = CountedCollectives(mesh.replicas, mesh.by_nodes(mesh.dims.ranks("dp")))
+        same_experts = expert_group("expert_data_parallel", mesh.dims.ep)
+        self.experts = self.dense
+        if same_experts is not None:
+            self.experts = CountedCollectives(same_experts, mesh.by_nodes(mesh.dims.copies_of_experts()))
 
     def sums(self, loss_scale: float, averaged_over: int) -> dict[nn.Parameter, Tensor]:
         """See ``GradientReducer.sums``; only for ``averaged_over`` 1."""
@@ -121,14 +129,14 @@ class PipelineGradients(GradientReducer):
             parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for parameter in self.trained
         }
-        for of_experts, group in ((False, self._mesh.replicas), (True, self._same_experts)):
+        for of_experts, collectives in ((False, self.dense), (True, self.experts)):
             chosen = [each for parameter, each in gradients.items() if is_expert(parameter) == of_experts]
-            if dist.get_world_size(group) == 1:
+            if collectives.ranks == 1:
                 continue
             for bucket in buckets(chosen):
                 flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
                 reduced = flat if self._sent_type is None else flat.to(self._sent_type)
-                dist.all_reduce(reduced, group=group)
+                collectives.all_reduce(reduced)
                 for gradient, total in zip(bucket, reduced.split([each.numel() for each in bucket]), strict=True):
                     gradient.copy_(total.view_as(gradient))
         for parameter in self.trained:
@@ -137,5 +145,8 @@ class PipelineGradients(GradientReducer):
 
     def scatter(self, zero: Any) -> bool:
         """See ``GradientReducer.scatter``."""
-        scatter_sums(zero, self._sent_type)
+        scatter_sums(zero, self._reduce_scatter, self._sent_type)
         return True
+
+    def _reduce_scatter(self, rows: Tensor, of_experts: bool) -> Tensor:
+        return (self.experts if of_experts else self.dense).reduce_scatter(rows)

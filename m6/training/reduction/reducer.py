@@ -25,7 +25,14 @@ from torch import Tensor, nn
 
 from m6.config.communication import CommunicationSettings
 from m6.training.reduction.collectives import CountedCollectives
-from m6.training.reduction.messages import GradientTensor, is_compressed, kept_count, sends_whole, sent_bytes
+from m6.training.reduction.messages import (
+    GradientTensor,
+    is_compressed,
+    kept_count,
+    ring_bytes,
+    sends_whole,
+    sent_bytes,
+)
 
 _MAX_ELEMENTS = 2**31 - 1  # indices are sent as int32
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -272,7 +279,7 @@ class LowRank:
             factors.copy_(torch.where(factors.any(dim=1, keepdim=True), factors, first))
         powerSGD_hook(self._state, _Bucket(flat, matrices)).wait()  # type: ignore[arg-type]
         for memory in (self._state.p_memory_dict[0], self._state.q_memory_dict[0]):
-            self._collectives.count_all_reduce(memory)
+            self._collectives.count_ring(ring_bytes(memory.nbytes, self._collectives.ranks))
         sums: dict[int, Tensor] = {}
         for index, mean in zip(self._order, parts, strict=True):
             tensor = waiting[index]
