@@ -61,6 +61,16 @@ def volume_of_attention(num_ranks: int, tokens: int, hidden: int) -> float:
     return volume_of_pair("1d", num_ranks, tokens, hidden, hidden)
 
 
+def volume_of_vocabulary(num_ranks: int, tokens: int, targets: int, hidden: int) -> float:
+    """Elements received by a rank for a token embedding with divided rows, which is the head's matrix, too.
+
+    All-reduces of the embeddings of T tokens forward, and backward of the gradients of N targets' hidden states:
+    2 (P - 1) / P (T + N) h. For each target an all-gather and an all-reduce of one number: (P - 1) (1 + 2 / P) N.
+    """
+    others = num_ranks - 1
+    return 2 * others * (tokens + targets) * hidden / num_ranks + others * (1 + 2 / num_ranks) * targets
+
+
 def volume_of_expert(num_ranks: int, tokens: int, hidden: int) -> float:
     """Elements received by a rank on average for one expert, forward and backward: 4 (P - 1) / P^2 T h.
 

@@ -22,8 +22,8 @@ class TensorSettings(Section):
     placement: PlacementName = Field(
         "1d",
         description="how the matrices of a feed-forward are divided: 1d by columns and rows (Megatron-LM), 2d on a "
-        "square of ranks (SUMMA), 3d on a cube. Heads of attention and shared experts are divided in each of them; "
-        "embeddings, norms, routers and the head of the model are whole on each rank",
+        "square of ranks (SUMMA), 3d on a cube. Heads of attention, shared experts "
+        "and the rows of the token embedding are divided in each of them; norms and routers are whole on each rank",
     )
     num_ranks: int = Field(ge=2, description="ranks of a group; divides the world size, for 2d a square, for 3d a cube")
 

@@ -18,7 +18,7 @@ from m6.model.blocks import M6Block, run_blocks, seed_layer
 from m6.model.embeddings import M6Embeddings, derive_position_ids, derive_token_type_ids
 from m6.model.generation import M6GenerationMixin
 from m6.model.initialization import initialize_parameters
-from m6.model.outputs import M6ModelOutput, M6Output, losses_of_logits, losses_of_states
+from m6.model.outputs import Head, M6ModelOutput, M6Output, losses_of_logits
 from moe import RoutingStats
 
 
@@ -219,6 +219,7 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
     def __init__(self, config: ModelSettings) -> None:
         super().__init__(config)
         self.model = M6Model(self.config)
+        self.head = Head()
         # transformers' generate reads the special tokens from here, not from the model's configuration.
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(self.generation_config, name, getattr(config, name))
@@ -287,7 +288,7 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
         )
         hidden_states: Tensor = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = F.linear(hidden_states[:, kept], self._table) if return_logits else None
+        logits = self.head.logits(hidden_states[:, kept], self._table, self.config) if return_logits else None
         loss = target_losses = None
         if labels is not None:
             targets = labels[:, 1:]
@@ -296,7 +297,7 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
                 target_losses = losses_of_logits(logits[:, :-1][labelled], targets[labelled], self.config)
             else:  # logits of all positions would be the largest tensor of a training step
                 states = hidden_states[:, :-1][labelled]
-                target_losses = losses_of_states(states, self._table, targets[labelled], self.config)
+                target_losses = self.head.losses(states, self._table, targets[labelled], self.config)
             weights = torch.ones_like(target_losses)
             if loss_weights is not None:
                 weights = loss_weights[:, 1:][labelled].to(target_losses)

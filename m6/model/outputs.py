@@ -65,34 +65,58 @@ class M6Output(ModelOutput):
 ROWS_IN_CACHE = 64  # rows of logits per cross entropy on a CPU
 
 
-def losses_of_states(hidden_states: Tensor, table: Tensor, targets: Tensor, config: ModelSettings) -> Tensor:
-    """The loss of each target, [N] in at least fp32.
+class Head:
+    """The language-model head: its matrix is the token embedding, with all rows on this rank."""
 
-    Args:
-        hidden_states: [N, D], the last hidden states before the targets.
-        table: [V, D], the output matrix.
-        targets: int64 [N], ids of the joint vocabulary.
-    """
-    return _losses(targets, config, lambda rows, tokens: F.linear(hidden_states[rows], table[tokens]))
+    def rows(self, config: ModelSettings) -> int:
+        """The number of rows of the matrix on this rank."""
+        return config.vocab_size
+
+    def logits(self, hidden_states: Tensor, table: Tensor, config: ModelSettings) -> Tensor:
+        """Maps [..., D] to the logits of the joint vocabulary, [..., V]."""
+        return F.linear(hidden_states, table)
+
+    def losses(self, hidden_states: Tensor, table: Tensor, targets: Tensor, config: ModelSettings) -> Tensor:
+        """Returns the loss of each target, [N] in at least fp32.
+
+        Args:
+            hidden_states: [N, D], the last hidden states before the targets.
+            table: [rows, D], the matrix.
+            targets: int64 [N], ids of the joint vocabulary.
+        """
+
+        def losses_of(rows: Tensor | slice, tokens: slice) -> Tensor:
+            return _cross_entropy(F.linear(hidden_states[rows], table[tokens]), targets[rows] - tokens.start)
+
+        return losses_by_codebook(targets, config, losses_of)
 
 
 def losses_of_logits(logits: Tensor, targets: Tensor, config: ModelSettings) -> Tensor:
-    """The same as :func:`losses_of_states`, from the logits [N, V] of the whole joint vocabulary."""
-    return _losses(targets, config, lambda rows, tokens: logits[rows][:, tokens])
+    """The same as ``Head.losses``, from the logits [N, V] of the whole joint vocabulary."""
+    return losses_by_codebook(
+        targets, config, lambda rows, tokens: _cross_entropy(logits[rows][:, tokens], targets[rows] - tokens.start)
+    )
 
 
-def _losses(targets: Tensor, config: ModelSettings, logits_of: Callable[[Tensor | slice, slice], Tensor]) -> Tensor:
+def losses_by_codebook(
+    targets: Tensor, config: ModelSettings, losses_of: Callable[[Tensor | slice, slice], Tensor]
+) -> Tensor:
+    """Returns the loss of each target, [N]: texts compete with all tokens, an image code with its own codebook.
+
+    Args:
+        losses_of: (rows, tokens) -> the losses of these rows; only these tokens compete. Ranks of a tensor group have
+            the same targets, so they call it alike.
+    """
     first, size = config.first_code_id, max(1, config.codebook_size)
     books = (targets - first).div(size, rounding_mode="floor").clamp(min=-1)  # -1: text
     present: list[int] = books.unique().tolist()
     if not any(book >= 0 for book in present):
-        return _cross_entropy(logits_of(slice(None), slice(None)), targets)
+        return losses_of(slice(None), slice(0, config.vocab_size))
     places = [(books == book).nonzero().squeeze(1) for book in present]
     losses = []
     for book, rows in zip(present, places, strict=True):
         begin = 0 if book < 0 else first + book * size
-        tokens = slice(begin, None if book < 0 else begin + size)
-        losses.append(_cross_entropy(logits_of(rows, tokens), targets[rows] - begin))
+        losses.append(losses_of(rows, slice(begin, config.vocab_size if book < 0 else begin + size)))
     return torch.cat(losses)[torch.cat(places).argsort()]
 
 
@@ -106,3 +130,10 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     rows = ROWS_IN_CACHE if logits.device.type == "cpu" else max(1, len(logits))
     pieces = zip(logits.split(rows), targets.split(rows), strict=True)
     return torch.cat([F.cross_entropy(piece.to(precise), own, reduction="none") for piece, own in pieces])
+
+
+def log_sums(logits: Tensor) -> Tensor:
+    """The logarithm of the sum of exponentials of each row, [N], as precise as ``_cross_entropy``."""
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    rows = ROWS_IN_CACHE if logits.device.type == "cpu" else max(1, len(logits))
+    return torch.cat([piece.to(precise).logsumexp(1) for piece in logits.split(rows)])

@@ -19,7 +19,7 @@ from m6.architecture.special_tokens import IGNORED_LABEL
 from m6.model.attention import Rotation, prefix_lm_mask
 from m6.model.blocks import BlockOutput, M6Block, run_blocks, seed_layer
 from m6.model.modeling import M6ForConditionalGeneration
-from m6.model.outputs import M6Output, losses_of_states
+from m6.model.outputs import M6Output
 from m6.model.slices import SliceCache
 from moe import MoEConfig, MoELayer, RoutingStats, clear_deferred_gradients, defer_gradients
 
@@ -125,7 +125,7 @@ class ModelStage(nn.Module):
         self.layers = nn.ModuleList(inner.layers[index] for index in layers)
         self.norm = inner.norm if self.is_last else None
         self.table = table if self.is_last else None
-        self._rotate = inner.rotation
+        self._rotate, self._head = inner.rotation, model.head
         self._moe = None if config.moe is None else config.moe_config()
         self._sparse = [index for index in range(config.num_layers) if config.is_moe_layer(index)]
 
@@ -254,7 +254,7 @@ class ModelStage(nn.Module):
             targets = labels[:, 1:]
             labelled = (targets != IGNORED_LABEL).nonzero(as_tuple=True)
             states = hidden_states[:, : targets.shape[1]][labelled]
-            target_losses = losses_of_states(states, self.table, targets[labelled], self.config)
+            target_losses = self._head.losses(states, self.table, targets[labelled], self.config)
         return hidden_states, M6Output(target_losses=target_losses, aux_loss=aux_loss, router_stats=all_stats)
 
 

@@ -5,8 +5,8 @@ matmuls. It names the grid axes for their rows and columns, and the axes of thei
 runs all placements.
 
 Hidden states between layers are replicated. The dense feed-forward may have any placement. Attention and shared experts
-always have the one-dimensional one: heads and hidden units are sharded. Tokens of routed experts are divided over the
-ranks, see ``moe.shared_tokens``.
+always have the one-dimensional one: heads and hidden units are sharded. The rows of the token embedding, which is the
+head's matrix, are divided too. Tokens of routed experts are divided over the ranks, see ``moe.shared_tokens``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from torch.nn import functional as F
 from m6.architecture.communication_volume import AXES, PlacementName, side
 from m6.architecture.settings import ModelSettings
 from m6.model.blocks import DenseFFN, M6Block
+from m6.model.embeddings import M6Embeddings
+from m6.model.modeling import M6ForConditionalGeneration
+from m6.model.outputs import Head, log_sums, losses_by_codebook
 from moe.activations import ACTIVATIONS
 from moe.custom_gradient import custom_gradient, same
 from moe.experts import SharedExperts
@@ -227,15 +230,18 @@ class Shard:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the part."""
-        return math.prod(self.shape) // self.grid.num_ranks
+        """The number of elements of this rank's part."""
+        return self.of(torch.empty(self.shape, device="meta")).numel()
 
     def of(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole parameter, a view."""
         return self.of_place(whole, self.grid.place)
 
     def whole(self, part: Tensor) -> Tensor:
-        """All-gathers the parts, each with the elements of ``of`` in order, to the whole parameter."""
+        """All-gathers the parts, each with the elements of ``of`` in order, to the whole parameter.
+
+        All parts must have the same number of elements.
+        """
         whole = part.new_empty(self.shape)
         for place, found in enumerate(self.grid.gather(part.reshape(1, -1))):
             view = self.of_place(whole, place)
@@ -264,14 +270,14 @@ _ATTENTION = BY_NAME["1d"]
 
 
 def divide_layers(
-    model: nn.Module,
+    model: M6ForConditionalGeneration,
     config: ModelSettings,
     placement: PlacementName,
     groups: Sequence[Sequence[int]],
     rank: int,
     own_group: OwnGroup,
 ) -> None:
-    """Replaces dense feed-forwards, shared experts and the projections of attention by this rank's shards, in place.
+    """Replaces feed-forwards, shared experts, projections of attention, and the token embedding by this rank's shards.
 
     Names of parameters stay. A sharded parameter has the attribute ``shard``, see ``Shard``, also after ``to_empty``.
 
@@ -286,6 +292,10 @@ def divide_layers(
         of_ffn = BY_NAME[placement].grid(groups, rank, own_group)
     first, second = BY_NAME[placement].first, BY_NAME[placement].second
     parts: dict[nn.Module, Any] = {}  # what layers share, they share afterwards
+    model.head = DividedHead(of_attention)
+    if isinstance(model.model.embeddings, M6Embeddings):  # only the first stage of a pipeline has them
+        embeddings: Any = model.model.embeddings
+        embeddings.tokens = ShardedEmbedding(embeddings.tokens, of_attention)
 
     def part_of(linear: nn.Linear, product: ProductPlacement, grid: Grid, stacked: int = 1) -> Any:
         if linear not in parts:
@@ -380,6 +390,89 @@ class ShardedLinear(_Divided):
 
     def _of_bias(self, whole: Tensor, place: int) -> Tensor:
         return self._product.outputs.part(whole.unflatten(0, (self._stacked, 1, -1)), self._grid, place)
+
+
+class ShardedEmbedding(_Divided):
+    """This rank's rows of the token embedding.
+
+    Of P ranks rank p has the rows p, p + P, p + 2 P, ...: so texts and each codebook of images have as many rows on
+    every rank, and the size of the vocabulary need not be a multiple of P.
+
+    Args:
+        whole: on the meta device.
+        grid: of one axis.
+    """
+
+    def __init__(self, whole: nn.Embedding, grid: Grid) -> None:
+        super().__init__()
+        self._grid = grid
+        shard = Shard(tuple(whole.weight.shape), grid, lambda rows, place: rows[place :: grid.num_ranks])
+        self.shards = {"weight": shard}
+        self.weight = nn.Parameter(shard.of(whole.weight.detach()).clone(memory_format=torch.contiguous_format))
+        self._mark()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Maps int64 [...] to [..., D], replicated on all ranks."""
+        is_own = ids % self._grid.num_ranks == self._grid.place
+        found = F.embedding(torch.where(is_own, ids // self._grid.num_ranks, 0), self.weight)
+        # Later computation is replicated, so each rank already has the gradient of its rows.
+        return custom_gradient(found * is_own.unsqueeze(-1), self._grid.sum, same)
+
+
+class DividedHead(Head):
+    """The head with the rows of ``ShardedEmbedding``: no rank has the logits of the whole vocabulary.
+
+    Ranks exchange two numbers of each target, as in Megatron-LM (arXiv 1909.08053, section 3): the sum of exponentials
+    of their logits, as a logarithm, and the logit of the target.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def rows(self, config: ModelSettings) -> int:
+        """See ``Head.rows``."""
+        return len(self._own(slice(0, config.vocab_size)))
+
+    def logits(self, hidden_states: Tensor, table: Tensor, config: ModelSettings) -> Tensor:
+        """See ``Head.logits``; all ranks have the same ``hidden_states``."""
+        states = custom_gradient(hidden_states, same, self._grid.sum)
+        ranks, place = self._grid.num_ranks, self._grid.place
+
+        def interleaved(own: Tensor) -> Tensor:
+            padded = F.pad(own, (0, -(-config.vocab_size // ranks) - own.shape[-1])).flatten(0, -2)
+            columns = self._grid.gather(padded).unflatten(0, (ranks, -1))
+            return columns.permute(1, 2, 0).flatten(1)[:, : config.vocab_size].unflatten(0, own.shape[:-1])
+
+        # Later computation is replicated, so each rank already has the gradient of its columns.
+        return custom_gradient(
+            F.linear(states, table), interleaved, lambda gradient: gradient[..., place::ranks].contiguous()
+        )
+
+    def losses(self, hidden_states: Tensor, table: Tensor, targets: Tensor, config: ModelSettings) -> Tensor:
+        """See ``Head.losses``; ``hidden_states`` and ``targets`` are equal on all ranks."""
+        states = custom_gradient(hidden_states, same, self._grid.sum)
+
+        def losses_of(rows: Tensor | slice, tokens: slice) -> Tensor:
+            own, wanted = self._own(tokens), targets[rows]
+            logits = F.linear(states[rows], table[own.start : own.stop])
+            is_own = wanted % self._grid.num_ranks == self._grid.place
+            column = torch.where(is_own, wanted // self._grid.num_ranks - own.start, 0)
+            of_targets = torch.zeros_like(log := log_sums(logits))
+            if len(own):
+                of_targets = logits.gather(1, column.unsqueeze(1)).squeeze(1).to(log.dtype) * is_own
+            return self._log_sum(log) - custom_gradient(of_targets, self._grid.sum, same)
+
+        return losses_by_codebook(targets, config, losses_of)
+
+    def _own(self, tokens: slice) -> range:
+        """The places of this rank's rows among its rows of a range of tokens."""
+        first, last = (-((self._grid.place - bound) // self._grid.num_ranks) for bound in (tokens.start, tokens.stop))
+        return range(first, last)
+
+    def _log_sum(self, own: Tensor) -> Tensor:
+        """The logarithm of the sum of exponentials [N] over the rows of all ranks, from those of this rank."""
+        whole = self._grid.gather(own.detach().unsqueeze(0)).logsumexp(0)
+        return custom_gradient(own, lambda _: whole, lambda gradient: gradient * (own.detach() - whole).exp())
 
 
 class DividedFFN(DenseFFN):

@@ -126,9 +126,10 @@ def test_precisions(trained: Path, name: str):
 
 def compare_gradients(base: dict[str, Any], placements: list[dict[str, Any]]) -> None:
     """On each rank: its parts of gradients against those of the whole model, and what it received for them."""
-    from m6.architecture.communication_volume import volume_of_attention, volume_of_feed_forward
+    from m6.architecture.communication_volume import volume_of_attention, volume_of_feed_forward, volume_of_vocabulary
+    from m6.architecture.special_tokens import IGNORED_LABEL
     from m6.config.run import parse_config
-    from m6.model.tensor import DividedFFN, ShardedLinear
+    from m6.model.tensor import DividedFFN, ShardedEmbedding, ShardedLinear
     from m6.runs.data import open_data
     from m6.runs.processes import start
     from m6.training.engine.build import build_engine, build_model
@@ -147,7 +148,8 @@ def compare_gradients(base: dict[str, Any], placements: list[dict[str, Any]]) ->
         engine, ranks = build_engine(config, runtime), placement["num_ranks"]
         assert engine.averaged_over == runtime.world_size // ranks
         engine.begin_step(0.0)
-        grids = {module._grid for module in engine.module.modules() if isinstance(module, (DividedFFN, ShardedLinear))}
+        divided = DividedFFN, ShardedEmbedding, ShardedLinear
+        grids = {module._grid for module in engine.module.modules() if isinstance(module, divided)}
         for grid in grids:
             grid.received = 0
         # The engine averages over replicas, which here compute the same micro-batches.
@@ -163,13 +165,18 @@ def compare_gradients(base: dict[str, Any], placements: list[dict[str, Any]]) ->
         layers, hidden, inner = config.model.num_layers, config.model.hidden_size, config.model.ffn_hidden_size
         matrices = layers * (4 * hidden**2 + 2 * hidden * inner)
         vectors = layers * (3 * hidden + inner if placement["placement"] == "1d" else 3 * hidden)
-        assert parts == (matrices + vectors) // ranks
+        table = engine.module.head.rows(config.model) * hidden
+        assert table == pytest.approx(config.model.vocab_size * hidden / ranks, abs=hidden)
+        assert parts == (matrices + vectors) // ranks + table
         formula = sum(
             volume_of_attention(ranks, tokens, hidden)
             + volume_of_feed_forward(placement["placement"], ranks, tokens, hidden, inner)
             for tokens in (batch.input_ids.numel() for batch in batches)
         )
-        assert sum(grid.received for grid in grids) == layers * formula, placement
+        tokens = sum(batch.input_ids.numel() for batch in batches)
+        targets = sum(int((batch.labels[:, 1:] != IGNORED_LABEL).sum()) for batch in batches)
+        formula = layers * formula + volume_of_vocabulary(ranks, tokens, targets, hidden)
+        assert sum(grid.received for grid in grids) == pytest.approx(formula, abs=10 * ranks), placement
 
 
 def test_gradients_and_received_elements_of_every_placement(folder: Path):

@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from m6.architecture.communication_volume import volume_of_pair
-from m6.model.tensor import BY_NAME
+from m6.architecture.settings import ModelSettings
+from m6.model.outputs import Head
+from m6.model.tensor import BY_NAME, DividedHead
 from m6.training.mesh import own_group
 from tests.distributed.spawn import run_distributed
 
@@ -91,6 +93,44 @@ def compare_with_dense(names: list[str], tensor_ranks: int) -> None:
 def test_a_pair_of_products_is_the_dense_one(world: int, tensor_ranks: int, names: list[str]):
     """The last world has two tensor groups, whose members are neighbours."""
     run_distributed(compare_with_dense, world, names, tensor_ranks)
+
+
+def compare_heads(settings: ModelSettings) -> None:
+    """Losses, logits and gradients of a divided table; targets of texts and of two codebooks, and of one of them."""
+    dist.init_process_group("gloo")
+    rank, world, vocabulary = dist.get_rank(), dist.get_world_size(), settings.vocab_size
+    grid = BY_NAME["1d"].grid([list(range(world))], rank, lambda ranks: own_group(ranks, "tensor"))
+    generator = torch.Generator().manual_seed(0)
+    first, book = settings.first_code_id, settings.codebook_size
+    mixed = [3, first + book + 1, vocabulary - 1, first, 0, first - 1]
+    for targets in (torch.tensor(mixed), torch.tensor([first + 1]), torch.tensor([1, 2]), torch.tensor([], dtype=int)):
+        states = torch.randn(len(targets), settings.hidden_size, dtype=torch.float64, generator=generator)
+        table = torch.randn(vocabulary, settings.hidden_size, dtype=torch.float64, generator=generator)
+        own = table[rank::world].clone().requires_grad_()
+        assert len(own) == DividedHead(grid).rows(settings)
+        found, expected = states.clone().requires_grad_(), states.clone().requires_grad_()
+        table.requires_grad_()
+        for function in ("losses", "logits"):
+            for each in (found, expected, own, table):
+                each.grad = None
+            arguments = (targets, settings) if function == "losses" else (settings,)
+            results = [
+                getattr(head, function)(inputs, matrix, *arguments)
+                for head, inputs, matrix in ((DividedHead(grid), found, own), (Head(), expected, table))
+            ]
+            weights = torch.randn(results[1].shape, dtype=torch.float64, generator=generator)
+            for result in results:
+                (result * weights).sum().backward()
+            torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+            torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=1e-12)
+            torch.testing.assert_close(own.grad, table.grad[rank::world], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_divided_head_has_the_losses_of_the_whole_one(world: int):
+    """Three ranks have unequal numbers of rows, and of some ranges of the vocabulary."""
+    books = {"text_vocab_size": 32, "image_vocab_size": 10, "codes_per_place": 2, "code_grid_size": 4}
+    run_distributed(compare_heads, world, ModelSettings(hidden_size=16, num_attention_heads=2, **books))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -34,10 +34,14 @@ class Activations:
     """Bytes by part of the model, for micro-batches of the shape ``batch``.
 
     Under expert parallelism a rank is assumed to receive as many tokens as it sends.
+
+    Args:
+        vocabulary_parts: ranks over which the rows of the head's matrix are divided.
     """
 
-    def __init__(self, config: RunConfig, batch: BatchShape) -> None:
+    def __init__(self, config: RunConfig, batch: BatchShape, vocabulary_parts: int = 1) -> None:
         self.config, self.model, self.batch = config, config.model, batch
+        self._vocabulary = math.ceil(config.model.vocab_size / vocabulary_parts)
         self.precision = Precision.of(config)
         self.tokens = batch.rows * batch.sequence_length
         self.vectors = self.tokens * self.model.hidden_size
@@ -74,7 +78,7 @@ class Activations:
     def loss_backward(self, at_once: int = 1) -> int:
         """Bytes on top of ``at_once`` times ``total`` when the backward pass begins: gradients of log-probabilities and
         of logits."""
-        gradients = 2 * self.batch.targets * self.model.vocab_size * FP32
+        gradients = 2 * self.batch.targets * self._vocabulary * FP32
         return max(0, gradients - at_once * self.recomputation())
 
     def recomputation(self) -> int:
@@ -214,7 +218,7 @@ class Activations:
 
     def head(self) -> int:
         """At labelled positions only: hidden states; log-probabilities and losses in fp32; positions, labels."""
-        width, vocab_size = self.model.hidden_size, self.model.vocab_size
+        width, vocab_size = self.model.hidden_size, self._vocabulary
         each = width * self.precision.compute + vocab_size * FP32 + 3 * _INT64 + FP32
         return self.batch.targets * each + self.precision.weight_copies(vocab_size * width)
 
@@ -256,11 +260,11 @@ class PipelineActivations:
 
     Args:
         found: the activations of one micro-batch in the whole model.
-        tp_size: see ``ParallelLayout``.
+        tp_size, outer_parts: see ``ParallelLayout``.
     """
 
-    def __init__(self, found: Activations, tp_size: int) -> None:
-        self._tp_size, self._num_layers = tp_size, found.model.num_layers
+    def __init__(self, found: Activations, tp_size: int, outer_parts: int) -> None:
+        self._tp_size, self._outer_parts, self._num_layers = tp_size, outer_parts, found.model.num_layers
         self._checkpointing = found.config.m6.training.activation_checkpointing
         self._blocks, self._input = found.blocks(), found.block_input()
         kept = [self._input] * self._num_layers if self._checkpointing else self._blocks
@@ -284,7 +288,7 @@ class PipelineActivations:
         number = filled_step(settings, micro_batches)
         in_flight = most_in_flight(settings.schedule, settings.num_ranks, number, settings.stages_per_rank())
         kept = max(sum(map(int.__mul__, counts, each)) for counts in in_flight[place])
-        return kept + self._once(stages) // self._tp_size
+        return kept + self._once(stages)
 
     def between_steps(self, settings: PipelineSettings, place: int, stages: Sequence[range]) -> int:
         """Bytes of micro-batches of the next step in flight at the end of a step, in 1F1B without a flush."""
@@ -294,13 +298,13 @@ class PipelineActivations:
         """Bytes of a micro-batch in a stage."""
         others = self._embeddings if layers.start == 0 else 0
         others += self._norm + self._head if layers.stop == self._num_layers else self._input
-        return round(self._split * (self._kept[layers.stop] - self._kept[layers.start]) + others / self._tp_size)
+        return round(self._split * (self._kept[layers.stop] - self._kept[layers.start]) + others / self._outer_parts)
 
     def _once(self, stages: Sequence[range]) -> int:
         """Bytes needed once, whatever the number of micro-batches in flight."""
         has_head = any(layers.stop == self._num_layers for layers in stages)
-        once = self._loss_backward if has_head else 0
+        once = self._loss_backward // self._outer_parts if has_head else 0
         if self._checkpointing:
             largest = max(self._blocks[layer] for layers in stages for layer in layers) - self._input
-            once += self._masks + max(0, largest - (self._head if has_head else 0))
+            once += (self._masks + max(0, largest - (self._head if has_head else 0))) // self._tp_size
         return once

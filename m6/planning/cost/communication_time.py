@@ -358,8 +358,11 @@ class ExchangeTime:
 
     def _tensor_s(self, work: BlockWork, layout: ParallelLayout) -> float:
         """Seconds of the collectives of a tensor group in one block."""
-        if layout.tp_size == 1 or not work.recomputed:
+        if layout.tp_size == 1:
             return 0.0
+        if not work.recomputed:  # embeddings forward, or gradients of the head's inputs backward
+            seconds = self._collective("all_reduce", work.reduced_bytes, contiguous_group(layout.tp_size, self._nodes))
+            return seconds * self._profile.factor("exchange")
         batch, model = self._memory.batch_of(layout), self._model
         tokens, width = batch.rows * batch.sequence_length, self._memory.precision.compute
         sizes = (tokens, model.hidden_size, model.ffn_hidden_size, width)

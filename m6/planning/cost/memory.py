@@ -138,8 +138,8 @@ class MemoryModel:
         self.model: UniqueLayers = fold(config.model, sharing)
         self.precision = Precision.of(config)
         self._moe = None if config.m6.moe is None else config.model.moe_config()
-        self._activations: dict[tuple[int, bool, int, int], tuple[int, int, int]] = {}
-        self._pipelines: dict[tuple[int, bool, int, int], PipelineActivations] = {}
+        self._activations: dict[tuple[int | bool, ...], tuple[int, int, int]] = {}
+        self._pipelines: dict[tuple[int | bool, ...], PipelineActivations] = {}
         self._counts: dict[tuple[int, bool, bool, tuple[tuple[Block, int, int], ...]], ParameterCounts] = {}
         self._chunks: dict[tuple[int, int, bool, tuple[tuple[Block, int, int], ...]], RankChunks] = {}
         self._expert_stores: dict[tuple[int, int], ExpertStore] = {}
@@ -168,7 +168,7 @@ class MemoryModel:
             states = self._with_two_versions(states, layout, place, counts.divided(layout))
             in_flight = self._pipelined(layout).between_steps(pipeline, place, stages)
         if pipeline is not None and holds_copy_of_table(pipeline, place):
-            numel = self.config.model.vocab_size * self.config.model.hidden_size // layout.outer_parts
+            numel = math.ceil(self.config.model.vocab_size / layout.tp_size) * self.config.model.hidden_size
             copy = numel * self.precision.weights
             # The copy has two gradients, too: the first rank ends its step later.
             sums = 2 if is_asynchronous(self.config, layout) else 1
@@ -269,7 +269,8 @@ class MemoryModel:
 
     def activations_of(self, layout: ParallelLayout) -> Activations:
         """The activations of one micro-batch, by part of the model."""
-        return Activations(with_training(self.config, layout), self.batch_of(layout))
+        parts = layout.tp_size // layout.outer_parts
+        return Activations(with_training(self.config, layout), self.batch_of(layout), parts)
 
     def _activation_bytes(self, layout: ParallelLayout, place: int, stages: Sequence[range]) -> int:
         if layout.pipeline is not None:
@@ -277,7 +278,8 @@ class MemoryModel:
             kept = self._pipelined(layout).bytes(layout.pipeline, place, stages, micro_batches)
             return math.ceil(kept * self.profile.activation_factor)
         at_once = layout.overlap_micro_batches
-        key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size, at_once)
+        groups = layout.tp_size, layout.outer_parts
+        key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size, *groups, at_once)
         if key not in self._activations:
             found = self.activations_of(layout)
             total = at_once * found.total() + found.loss_backward(at_once)
@@ -288,9 +290,10 @@ class MemoryModel:
         return math.ceil((kept + outside) * self.profile.activation_factor)
 
     def _pipelined(self, layout: ParallelLayout) -> PipelineActivations:
-        key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size, layout.tp_size)
+        key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size, layout.tp_size, layout.outer_parts)
         if key not in self._pipelines:
-            self._pipelines[key] = PipelineActivations(self.activations_of(layout), layout.tp_size)
+            found = self.activations_of(layout)
+            self._pipelines[key] = PipelineActivations(found, layout.tp_size, layout.outer_parts)
         return self._pipelines[key]
 
     def _states(self, layout: ParallelLayout, counts: ParameterCounts) -> MemoryFootprint:

@@ -20,6 +20,8 @@ from offload.optimizer.settings import MUON_ITERATIONS
 
 _MOMENTS_OF_MATRICES = {"AdamW": ADAMW_MOMENTS, "Lamb": ADAMW_MOMENTS, "Muon": 1, "Lars": 1}
 """Elements of state for each element of a matrix of a block, of the optimizers for parts of matrices."""
+_MOMENTS_OF_TABLE = {**_MOMENTS_OF_MATRICES, "Muon": ADAMW_MOMENTS}
+"""The same of the token embedding."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class ParameterCounts:
         dense_moments: bytes of optimizer state by optimizer type, of all but experts.
         expert_moments: the same of experts, split or not.
         muon: the matrices updated by Muon.
+        table: shape of the token embedding, if it is trained here; otherwise (0, 0).
     """
 
     matrices: int
@@ -93,6 +96,7 @@ class ParameterCounts:
     dense_moments: dict[str, int]
     expert_moments: dict[str, int]
     muon: tuple[MuonMatrices, ...]
+    table: tuple[int, int] = (0, 0)
 
     @property
     def local(self) -> int:
@@ -112,11 +116,15 @@ class ParameterCounts:
         if layout.placement != "megatron":
             muon = tuple(part if part.of_experts else replace(part, parts=parts) for part in self.muon)
             elsewhere = sum(part.numel for part in self.muon) - sum(part.numel for part in muon)
+            rows, columns = self.table
+            other_rows = (rows - math.ceil(rows / parts)) * columns
             moments = {
-                name: num_bytes - _MOMENTS_OF_MATRICES.get(name, 0) * elsewhere * FP32
+                name: num_bytes
+                - (_MOMENTS_OF_MATRICES.get(name, 0) * elsewhere + _MOMENTS_OF_TABLE.get(name, 0) * other_rows) * FP32
                 for name, num_bytes in self.dense_moments.items()
             }
-            return replace(self, matrices=self.matrices - elsewhere, dense_moments=moments, muon=muon)
+            matrices = self.matrices - elsewhere - other_rows
+            return replace(self, matrices=matrices, dense_moments=moments, muon=muon)
         names = ("matrices", "vectors", "experts", "largest", "largest_module", "largest_update")
         return replace(self, **{name: math.ceil(getattr(self, name) / parts) for name in names})
 
@@ -159,6 +167,7 @@ def count_parameters(
         of_experts: dict.fromkeys(("AdamW", "Adafactor", "Muon", "Lamb", "Lars"), 0) for of_experts in (True, False)
     }
     muon: list[MuonMatrices] = []
+    table, of_table = (0, 0), (model.config.vocab_size, model.config.hidden_size)
     for block, _, stored in model.blocks:
         buffers += block.buffer_bytes
         layer_experts = 0
@@ -172,6 +181,8 @@ def count_parameters(
             if index in block.frozen:
                 frozen += numel
                 continue
+            if block.type == "embeddings" and shape == of_table:
+                table = of_table
             layer_experts += numel if is_expert else 0
             largest = max(largest, numel)
             # Adafactor updates the experts of a stack one by one.
@@ -205,4 +216,5 @@ def count_parameters(
         dense_moments=moments[False],
         expert_moments=moments[True],
         muon=tuple(muon),
+        table=table,
     )

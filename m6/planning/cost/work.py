@@ -81,6 +81,7 @@ class BlockWork:
         deferred: the products in ``matmuls`` with deferred gradients of weights when micro-batches are interleaved, see
             ``moe.deferred_gradients``.
         is_sparse: whether its feed-forward is a layer of experts.
+        reduced_bytes: of the all-reduce of embeddings or of their gradients over a tensor group.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -92,6 +93,7 @@ class BlockWork:
     whole_bytes: int = 0
     deferred: tuple[Matmul, ...] = ()
     is_sparse: bool = False
+    reduced_bytes: int = 0
 
     @property
     def flops(self) -> float:
@@ -108,7 +110,7 @@ def work_of(
     width of each pair of matrices. 2-D and 3-D also split the other sides of the matrices of a feed-forward.
     """
     ep_size, tp_size = layout.ep_size, layout.tp_size
-    whole_vocabulary = layout.placement != "megatron"
+    whole_states = layout.placement != "megatron"
     model, dtype, precision = folded.config, config.deepspeed.product_dtype, Precision.of(config)
     activations = Activations(config, batch)
     width, inner, tokens = model.hidden_size, model.ffn_hidden_size // tp_size, batch.rows * batch.sequence_length
@@ -132,7 +134,7 @@ def work_of(
         if block.type == "dense":
             saved = activations.block(sparse=False)
             # Norms, dropout and the residual stream: five vectors of a block (arXiv 2205.05198, equation 2).
-            whole = min(saved, 5 * activations.block_input()) if tp_size > 1 and whole_vocabulary else 0
+            whole = min(saved, 5 * activations.block_input()) if tp_size > 1 and whole_states else 0
             ffn = _feed_forward(layout, tokens, width, model.ffn_hidden_size, dtype)
             deferred = (attention[0], attention[-1], *ffn)
             work = BlockWork(attention + ffn, saved, None, _DENSE_OPERATORS, True, whole_bytes=whole, deferred=deferred)
@@ -182,14 +184,18 @@ def work_of(
                 for each in (patch_products(model) if patches else ())
             )
             saved = activations.embeddings() + 3 * activations.vectors * precision.residual
-            whole = saved if whole_vocabulary else 0
-            work = BlockWork(products, saved, None, _OUTER_OPERATORS, False, whole_bytes=whole)
+            whole = saved if whole_states else 0
+            reduced = tokens * width * precision.compute
+            work = BlockWork(products, saved, None, _OUTER_OPERATORS, False, whole_bytes=whole, reduced_bytes=reduced)
         else:
-            columns = model.vocab_size // (1 if whole_vocabulary else tp_size)
+            columns = model.vocab_size // tp_size
             head_product = (Matmul(batch.targets, columns, width, dtype),) if batch.targets else ()
             saved = activations.norm() + activations.head() + 2 * batch.targets * model.vocab_size * FP32
-            whole = saved if whole_vocabulary else 0
-            work = BlockWork(head_product, saved, None, _OUTER_OPERATORS, False, whole_bytes=whole)
+            whole = activations.norm() if whole_states else 0
+            reduced = batch.targets * width * precision.compute
+            work = BlockWork(
+                head_product, saved, None, _OUTER_OPERATORS, False, whole_bytes=whole, reduced_bytes=reduced
+            )
         result.append((work, count))
     return result
 

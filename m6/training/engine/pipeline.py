@@ -116,7 +116,7 @@ class PipelineRunner(Runner):
         if 0 in numbers:
             self._table = self._module.model.embeddings.tokens.weight
         elif len(cut) - 1 in numbers:
-            shape = (config.model.vocab_size, config.model.hidden_size)
+            shape = (self._module.head.rows(config.model), config.model.hidden_size)
             copy = torch.empty(shape, dtype=self._dtype, device=self._device)
             self._copy = self._table = nn.Parameter(copy, requires_grad=config.m6.lora is None)
         return {number: ModelStage(self._module, cut[number], self._table) for number in numbers}
