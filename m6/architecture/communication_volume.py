@@ -61,6 +61,20 @@ def volume_of_attention(num_ranks: int, tokens: int, hidden: int) -> float:
     return volume_of_pair("1d", num_ranks, tokens, hidden, hidden)
 
 
+def volume_of_divided_tokens(num_ranks: int, tokens: int, hidden: int, num_layers: int) -> float:
+    """Elements received by a rank in addition if tokens are divided between the products of 1-D (arXiv 2205.05198).
+
+    An all-gather and a reduce-scatter receive as much as the all-reduces that they replace. Of the inputs of two
+    products in each layer only parts are kept, so the backward pass gathers them again. At both ends of the layers
+    there is an all-gather more. The gradients of four vectors of the norms and two of biases in each layer are summed.
+
+    Args:
+        tokens: T, a multiple of P.
+    """
+    share = (num_ranks - 1) / num_ranks
+    return share * ((2 * num_layers + 2) * tokens * hidden + 12 * num_layers * hidden)
+
+
 def volume_of_vocabulary(num_ranks: int, tokens: int, targets: int, hidden: int) -> float:
     """Elements received by a rank for a token embedding with divided rows, which is the head's matrix, too.
 

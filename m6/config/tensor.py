@@ -25,15 +25,26 @@ class TensorSettings(Section):
         "square of ranks (SUMMA), 3d on a cube. Heads of attention, shared experts "
         "and the rows of the token embedding are divided in each of them; norms and routers are whole on each rank",
     )
+    sequence_parallel: bool = Field(
+        False,
+        description="divide also the tokens between the products: norms, dropout and the residual stream take 1 / "
+        'num_ranks of their memory (Megatron-LM, arXiv 2205.05198); only with placement "1d"',
+    )
     num_ranks: int = Field(ge=2, description="ranks of a group; divides the world size, for 2d a square, for 3d a cube")
 
     def describe(self) -> str:
         """The groups in words."""
-        return f"matrices divided over {self.num_ranks} ranks, placement {self.placement}"
+        tokens = ", sequence parallelism" if self.sequence_parallel else ""
+        return f"matrices divided over {self.num_ranks} ranks, placement {self.placement}{tokens}"
 
     def refusal(self, model: ModelSettings) -> str | None:
         """Why the matrices of a model cannot be divided so, and the nearest setting; None if they can."""
         q = side(self.placement, self.num_ranks)
+        if self.sequence_parallel and self.placement != "1d":
+            return (
+                f'sequence_parallel with placement "{self.placement}": its feed-forwards divide tokens '
+                'themselves; use placement "1d", or leave sequence_parallel out'
+            )
         if q is None:
             shape = "square" if self.placement == "2d" else "cube"
             nearest = nearest_num_ranks(self.placement, self.num_ranks)

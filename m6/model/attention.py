@@ -67,12 +67,42 @@ def prefix_lm_mask(token_type_ids: Tensor, sample_ids: Tensor, past_length: int 
     return (visible | (key_index == query_index.unsqueeze(-1))).unsqueeze(1)
 
 
+class StateLayout:
+    """The layout of hidden states between and inside of blocks: [B, S, D], whole on each rank."""
+
+    def shape(self, rows: int, length: int) -> tuple[int, ...]:
+        """The shape of hidden states without their last dimension, for B rows of S tokens."""
+        return rows, length
+
+    def divided(self, hidden_states: Tensor) -> Tensor:
+        """Brings hidden states [B, S, D], equal on all ranks of a tensor group, into this layout."""
+        return hidden_states
+
+    def whole(self, hidden_states: Tensor, rows: int, length: int) -> Tensor:
+        """Returns [B, S, D] from hidden states in this layout. Later computation is equal on all ranks."""
+        return hidden_states
+
+    def dropout(self, module: nn.Dropout, hidden_states: Tensor, rows: int, length: int) -> Tensor:
+        """Applies the dropout of B rows of S tokens to hidden states in this layout."""
+        dropped: Tensor = module(hidden_states)
+        return dropped
+
+    def of_tokens(self, projected: Tensor, rows: int, length: int) -> Tensor:
+        """Returns [B, S, Q] from the projection of all tokens for this rank's heads."""
+        return projected
+
+    def for_parts(self, attended: Tensor) -> Tensor:
+        """Returns the input [..., P] of the output projection from [B, S, P]."""
+        return attended
+
+
 class Attention(nn.Module):
     """Multi-head self-attention with one projection for queries, keys and values."""
 
     def __init__(self, config: ModelSettings) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
+        self.layout = StateLayout()
         self.dropout = config.attention_dropout
         self.qkv = DeferredLinear(config.hidden_size, 3 * config.hidden_size)
         self.output = DeferredLinear(config.hidden_size, config.hidden_size)
@@ -85,7 +115,7 @@ class Attention(nn.Module):
         layer_index: int,
         rotation: Rotation | None = None,
     ) -> Tensor:
-        """Maps [B, S, D] to [B, S, D].
+        """Maps hidden states to hidden states, [B, S, D] or as the layout has them.
 
         Args:
             mask: bool [B, 1, S, K], True where attention is allowed.
@@ -93,8 +123,9 @@ class Attention(nn.Module):
                 module (Pseudo-to-Real).
             rotation: of queries and keys; None: no rotary positions.
         """
+        projected = self.layout.of_tokens(self.qkv(hidden_states), len(mask), mask.shape[2])
         # [B, S, 3 D] -> three tensors [B, H, S, D / H].
-        query, key, value = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         if rotation is not None:
             # The values are copied, so autograd keeps no view of the projections and their memory is freed.
             query, key, value = rotate(query, rotation), rotate(key, rotation), value.contiguous()
@@ -105,7 +136,7 @@ class Attention(nn.Module):
             attended = attend_by_products(query, key, value, mask, dropout)
         else:
             attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
-        return self.output(attended.transpose(1, 2).flatten(2))
+        return self.output(self.layout.for_parts(attended.transpose(1, 2).flatten(2)))
 
 
 def attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float) -> Tensor:

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from m6.architecture.settings import ModelSettings
-from m6.model.attention import Attention, Rotation
+from m6.model.attention import Attention, Rotation, StateLayout
 from m6.model.slices import SliceCache
 from moe import DeferredLinear, MoELayer, MoEOutput, RoutingStats, defer_gradients
 
@@ -34,7 +34,7 @@ class BlockOutput(NamedTuple):
     """The output of a block.
 
     Attributes:
-        hidden_states: [B, S, D].
+        hidden_states: [B, S, D], or as the block's ``layout`` has them.
         aux_loss: scalar, the weighted losses of a sparse block's router; None for a dense block.
         router_stats: one entry for a sparse block, none for a dense one.
         aux_losses: [B, S], the router losses of tokens, 0 at padding; ``aux_loss`` is their mean. None for a dense
@@ -62,6 +62,7 @@ class M6Block(GradientCheckpointingLayer):
         else:
             self.ffn = DenseFFN(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
+        self.layout = StateLayout()
 
     def forward(
         self,
@@ -75,7 +76,7 @@ class M6Block(GradientCheckpointingLayer):
         """Runs the block.
 
         Args:
-            hidden_states: [B, S, D].
+            hidden_states: [B, S, D], or as ``layout`` has them.
             mask: bool [B, 1, S, K], see ``prefix_lm_mask``.
             token_mask: int64 [B, S], the number of the sample; 0 at padding. Padding is not routed to experts.
             layer_index: the layer's number, see ``Attention.forward``.
@@ -83,9 +84,9 @@ class M6Block(GradientCheckpointingLayer):
         """
         hidden_states, normed = self._attend(hidden_states, mask, layer_index, past_key_values, rotation)
         if isinstance(self.ffn, DenseFFN):
-            return BlockOutput(hidden_states + self.dropout(self.ffn(normed)))
+            return BlockOutput(self._added(hidden_states, self.ffn(normed), token_mask.shape))
         part = past_key_values.part(layer_index) if isinstance(past_key_values, SliceCache) else None
-        return self._with(hidden_states, self.ffn(normed, token_mask, part))
+        return self._with(hidden_states, self.ffn(self.layout.whole(normed, *token_mask.shape), token_mask, part))
 
     def staged_forward(
         self,
@@ -104,15 +105,19 @@ class M6Block(GradientCheckpointingLayer):
         """
         hidden_states, normed = self._attend(hidden_states, mask, layer_index, None, rotation)
         if isinstance(self.ffn, DenseFFN):
-            return BlockOutput(hidden_states + self.dropout(self.ffn(normed)))
-        return self._with(
-            hidden_states, (yield from _deferring(following, self.ffn.staged_forward(normed, token_mask)))
-        )
+            return BlockOutput(self._added(hidden_states, self.ffn(normed), token_mask.shape))
+        staged = self.ffn.staged_forward(self.layout.whole(normed, *token_mask.shape), token_mask)
+        return self._with(hidden_states, (yield from _deferring(following, staged)))
 
     def _with(self, hidden_states: Tensor, experts: MoEOutput) -> BlockOutput:
         """Adds the output of the experts to the residual stream."""
-        hidden_states = hidden_states + self.dropout(experts.hidden_states)
+        added = self.layout.divided(experts.hidden_states)
+        hidden_states = self._added(hidden_states, added, experts.hidden_states.shape[:2])
         return BlockOutput(hidden_states, experts.aux_loss, (experts.stats,), experts.aux_losses)
+
+    def _added(self, hidden_states: Tensor, added: Tensor, shape: torch.Size) -> Tensor:
+        """Adds the output of attention or feed-forward of [B, S] tokens to the residual stream, after dropout."""
+        return hidden_states + self.layout.dropout(self.dropout, added, *shape)
 
     def _attend(
         self,
@@ -124,7 +129,7 @@ class M6Block(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor]:
         """The hidden states after the attention, and the input of the feed-forward."""
         attended = self.attention(self.attention_norm(hidden_states), mask, past_key_values, layer_index, rotation)
-        hidden_states = hidden_states + self.dropout(attended)
+        hidden_states = self._added(hidden_states, attended, mask.shape[:1] + mask.shape[2:3])
         return hidden_states, self.ffn_norm(hidden_states)
 
 
@@ -158,7 +163,7 @@ def run_blocks(
 
     Args:
         blocks: number in the whole model, and block.
-        hidden_states: [B, S, D], the input of the first one.
+        hidden_states: the input of the first one, in the layout of the blocks.
         mask, token_mask, rotation: see ``M6Block.forward``.
         dropout_seed: see ``seed_layer``.
     """

@@ -13,7 +13,7 @@ from m6.architecture.configuration import M6Config
 from m6.architecture.settings import ModelSettings
 from m6.architecture.special_tokens import IGNORED_LABEL, TARGET
 from m6.errors import UserError
-from m6.model.attention import Rotation, prefix_lm_mask, rotation_of
+from m6.model.attention import Rotation, StateLayout, prefix_lm_mask, rotation_of
 from m6.model.blocks import M6Block, run_blocks, seed_layer
 from m6.model.embeddings import M6Embeddings, derive_position_ids, derive_token_type_ids
 from m6.model.generation import M6GenerationMixin
@@ -67,6 +67,7 @@ class M6Model(M6PreTrainedModel):
         self.embeddings = M6Embeddings(config)
         self.layers = nn.ModuleList(M6Block(config, index) for index in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.layout = StateLayout()
         self.post_init()
 
     @can_return_tuple
@@ -151,6 +152,7 @@ class M6Model(M6PreTrainedModel):
                 )
             hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, pixel_values)
 
+        hidden_states = self.layout.divided(hidden_states)
         # Built once: the mask is the same for all layers.
         mask = prefix_lm_mask(token_type_ids, key_samples, past_length)
         rotation = self.rotation(query_index)
@@ -170,7 +172,7 @@ class M6Model(M6PreTrainedModel):
                 aux_loss = aux_loss + output.aux_loss
                 of_rows = of_rows + output.aux_losses.sum(1)
                 router_stats.extend(output.router_stats)
-        hidden_states = self.norm(hidden_states)
+        hidden_states = self.norm(self.layout.whole(hidden_states, *input_ids.shape))
         return M6ModelOutput(
             last_hidden_state=hidden_states,
             hidden_states=(*all_hidden_states, hidden_states) if output_hidden_states else None,

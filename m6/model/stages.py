@@ -109,6 +109,9 @@ def keep_layers(model: M6ForConditionalGeneration, layers: set[int]) -> None:
 class ModelStage(nn.Module):
     """Consecutive layers of the model. The last stage also computes the losses.
 
+    Attributes:
+        layout: of the hidden states between stages.
+
     Args:
         model: this process's part of the model, see ``keep_layers``.
         layers: numbers of the layers of this stage.
@@ -125,7 +128,7 @@ class ModelStage(nn.Module):
         self.layers = nn.ModuleList(inner.layers[index] for index in layers)
         self.norm = inner.norm if self.is_last else None
         self.table = table if self.is_last else None
-        self._rotate, self._head = inner.rotation, model.head
+        self._rotate, self._head, self.layout = inner.rotation, model.head, inner.layout
         self._moe = None if config.moe is None else config.moe_config()
         self._sparse = [index for index in range(config.num_layers) if config.is_moe_layer(index)]
 
@@ -164,7 +167,7 @@ class ModelStage(nn.Module):
         for output in outputs:
             hidden_states = output.hidden_states
             routed.append(_routed(output))
-        return self._leave(hidden_states, routed, labels)
+        return self._leave(hidden_states, routed, labels, given.token_mask.shape)
 
     def forward_interleaved(
         self,
@@ -199,8 +202,11 @@ class ModelStage(nn.Module):
             states = [output.hidden_states for output in outputs]
             for own, output in zip(routed, outputs, strict=True):
                 own.append(_routed(output))
-        ends = zip(states, routed, batches, strict=True)
-        return [self._leave(hidden_states, own, labels)[1] for hidden_states, own, (_, labels) in ends]
+        ends = zip(states, routed, batches, entered, strict=True)
+        return [
+            self._leave(hidden_states, own, labels, given.token_mask.shape)[1]
+            for hidden_states, own, (_, labels), (_, given) in ends
+        ]
 
     def _up_to_a_pause(self, begin: int) -> list[nn.Module]:
         """The blocks from this place on, up to and with the first sparse one."""
@@ -220,7 +226,7 @@ class ModelStage(nn.Module):
             output = yield from given.staged_forward(index, block, hidden_states, self._up_to_a_pause(place + 1))
             hidden_states = output.hidden_states
             routed.append(_routed(output))
-        return self._leave(hidden_states, routed, labels)[1]
+        return self._leave(hidden_states, routed, labels, given.token_mask.shape)[1]
 
     def _enter(
         self, hidden_states: Tensor | None, inputs: dict[str, Tensor], dropout_seed: int | None
@@ -229,15 +235,19 @@ class ModelStage(nn.Module):
         types, samples = inputs["token_type_ids"], inputs["sample_ids"]
         if self.embeddings is not None:
             seed_layer(dropout_seed, 0, types.device)
-            hidden_states = self.embeddings(inputs["input_ids"], types, inputs["position_ids"], inputs["pixel_values"])
+            hidden_states = self.layout.divided(
+                self.embeddings(inputs["input_ids"], types, inputs["position_ids"], inputs["pixel_values"])
+            )
         assert hidden_states is not None
         begin, end = samples.shape[1] - types.shape[1], samples.shape[1]
         rotation = self._rotate(torch.arange(begin, end, device=samples.device))
         mask = prefix_lm_mask(types, samples, begin)
         return hidden_states, _BlockInputs(mask, samples[:, begin:], rotation, dropout_seed)
 
-    def _leave(self, hidden_states: Tensor, routed: Sequence[Routed | None], labels: Tensor) -> tuple[Tensor, M6Output]:
-        """The result of ``forward``, from the hidden states and the routing after the blocks."""
+    def _leave(
+        self, hidden_states: Tensor, routed: Sequence[Routed | None], labels: Tensor, shape: torch.Size
+    ) -> tuple[Tensor, M6Output]:
+        """The result of ``forward``, from the hidden states of [B, S] tokens and the routing after the blocks."""
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
         stats: dict[int, RoutingStats] = {}
         for index, of_block in zip(self.numbers, routed, strict=True):
@@ -250,7 +260,7 @@ class ModelStage(nn.Module):
             all_stats = tuple(stats.get(index, absent) for index in self._sparse)
         target_losses = None
         if self.norm is not None and self.table is not None:
-            hidden_states = self.norm(hidden_states)
+            hidden_states = self.norm(self.layout.whole(hidden_states, *shape))
             targets = labels[:, 1:]
             labelled = (targets != IGNORED_LABEL).nonzero(as_tuple=True)
             states = hidden_states[:, : targets.shape[1]][labelled]

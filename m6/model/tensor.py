@@ -4,9 +4,10 @@ A placement of the matmuls Y = X A of a feed-forward over a grid of ranks is a t
 matmuls. It names the grid axes for their rows and columns, and the axes of their collectives. One autograd function
 runs all placements.
 
-Hidden states between layers are replicated. The dense feed-forward may have any placement. Attention and shared experts
-always have the one-dimensional one: heads and hidden units are sharded. The rows of the token embedding, which is the
-head's matrix, are divided too. Tokens of routed experts are divided over the ranks, see ``moe.shared_tokens``.
+Hidden states between layers are replicated; with sequence parallelism (arXiv 2205.05198) each rank has a part of the
+tokens. The dense feed-forward may have any placement. Attention and shared experts always have the one-dimensional one:
+heads and hidden units are sharded. The rows of the token embedding, which is the head's matrix, are divided too. Tokens
+of routed experts are divided over the ranks, see ``moe.shared_tokens``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 
 from m6.architecture.communication_volume import AXES, PlacementName, side
 from m6.architecture.settings import ModelSettings
+from m6.model.attention import StateLayout
 from m6.model.blocks import DenseFFN, M6Block
 from m6.model.embeddings import M6Embeddings
 from m6.model.modeling import M6ForConditionalGeneration
@@ -196,6 +198,13 @@ _ONE = Placement(
     ProductPlacement(Division(summed=0), Division(columns=(0,)), Division(columns=(0,))),
     ProductPlacement(Division(columns=(0,)), Division(rows=(0,)), Division(summed=0)),
 )
+# With divided tokens g is the reduce-scatter of the output, and f the all-gather of the input, of whose parts alone are
+# kept.
+_OF_TOKENS = Placement(
+    "1d",
+    ProductPlacement(Division((0,), gathered=0), Division(columns=(0,)), Division(columns=(0,))),
+    ProductPlacement(Division(columns=(0,)), Division(rows=(0,)), Division((0,), gathered=0)),
+)
 # Axis 0 shards rows, axis 1 columns. All blocks of a SUMMA matmul (Optimus, arXiv 2104.05343) are gathered at once.
 _SUMMA = ProductPlacement(Division((0,), (1,), gathered=1), Division((0,), (1,), gathered=0), Division((0,), (1,)))
 
@@ -266,9 +275,6 @@ class _Product(torch.autograd.Function):
         return by_inputs, by_matrix, None, None
 
 
-_ATTENTION = BY_NAME["1d"]
-
-
 def divide_layers(
     model: M6ForConditionalGeneration,
     config: ModelSettings,
@@ -276,6 +282,7 @@ def divide_layers(
     groups: Sequence[Sequence[int]],
     rank: int,
     own_group: OwnGroup,
+    sequence_parallel: bool = False,
 ) -> None:
     """Replaces feed-forwards, shared experts, projections of attention, and the token embedding by this rank's shards.
 
@@ -286,13 +293,18 @@ def divide_layers(
         groups: the global ranks of all tensor groups.
         rank: the global rank of this process.
         own_group: see ``OwnGroup``.
+        sequence_parallel: divide the tokens between matmuls; only with placement "1d".
     """
-    of_attention = of_ffn = _ATTENTION.grid(groups, rank, own_group)
-    if placement != _ATTENTION.name:
-        of_ffn = BY_NAME[placement].grid(groups, rank, own_group)
-    first, second = BY_NAME[placement].first, BY_NAME[placement].second
+    one = _OF_TOKENS if sequence_parallel else _ONE
+    of_ffns = one if placement == one.name else BY_NAME[placement]
+    of_attention = of_ffn = one.grid(groups, rank, own_group)
+    if placement != one.name:
+        of_ffn = of_ffns.grid(groups, rank, own_group)
     parts: dict[nn.Module, Any] = {}  # what layers share, they share afterwards
     model.head = DividedHead(of_attention)
+    layout = SequenceParts(of_attention)
+    if sequence_parallel:
+        model.model.layout = layout
     if isinstance(model.model.embeddings, M6Embeddings):  # only the first stage of a pipeline has them
         embeddings: Any = model.model.embeddings
         embeddings.tokens = ShardedEmbedding(embeddings.tokens, of_attention)
@@ -306,11 +318,19 @@ def divide_layers(
     for block in [module for module in model.modules() if isinstance(module, M6Block)]:
         attention, ffn = block.attention, block.ffn
         attention.num_heads = config.num_attention_heads // of_attention.num_ranks
-        attention.qkv = part_of(attention.qkv, _ATTENTION.first, of_attention, stacked=3)
-        attention.output = part_of(attention.output, _ATTENTION.second, of_attention)
+        attention.qkv = part_of(attention.qkv, one.first, of_attention, stacked=3)
+        attention.output = part_of(attention.output, one.second, of_attention)
+        if sequence_parallel:
+            block.layout = attention.layout = layout
+            for name in ("attention_norm", "ffn_norm"):
+                norm = getattr(block, name)
+                if norm not in parts:
+                    parts[norm] = PartLayerNorm(norm, of_attention)
+                    parts[parts[norm]] = parts[norm]
+                setattr(block, name, parts[norm])
         if isinstance(ffn, DenseFFN):
-            inner, outer = part_of(ffn.input, first, of_ffn), part_of(ffn.output, second, of_ffn)
-            block.ffn = DividedFFN(inner, outer, BY_NAME[placement], of_ffn)
+            inner, outer = part_of(ffn.input, of_ffns.first, of_ffn), part_of(ffn.output, of_ffns.second, of_ffn)
+            block.ffn = DividedFFN(inner, outer, of_ffns, of_ffn)
         elif ffn.shared is not None:
             if ffn.shared not in parts:
                 parts[ffn.shared] = DividedSharedExperts(ffn.shared, of_attention)
@@ -351,6 +371,8 @@ class ShardedLinear(_Divided):
     def __init__(self, linear: nn.Linear, product: ProductPlacement, grid: Grid, stacked: int = 1) -> None:
         super().__init__()
         self._product, self._grid, self._stacked = product, grid, stacked
+        # In one dimension with divided tokens each rank adds the bias to its own.
+        self._sums_bias = len(grid.shape) == 1 and bool(product.outputs.rows)
         weight = Shard(tuple(linear.weight.shape), grid, self._of_weight)
         self.shards = {"weight": weight}
         # [inputs, stacked, outputs of one] -> [inputs, outputs].
@@ -367,10 +389,15 @@ class ShardedLinear(_Divided):
         """Maps this rank's part of the inputs, [..., P], to its part of the outputs, [..., Q]."""
         outputs = self._product(inputs.flatten(0, -2), self.weight, self._grid)
         bias: Tensor = self.bias
-        if len(self._grid.shape) > 1:
+        shape = inputs.shape[:-1]
+        if len(outputs) != shape.numel():  # of all tokens, or of this rank's
+            shape = torch.Size((1, len(outputs)))
+        if self._sums_bias:
+            bias = custom_gradient(bias, same, self._grid.sum)
+        elif len(self._grid.shape) > 1:
             # The part for this rank's columns; the gradient is the sum over all rows.
             bias = custom_gradient(bias, self._part_of_bias, self._sum_of_parts)
-        return (outputs + bias.to(outputs.dtype)).unflatten(0, inputs.shape[:-1])
+        return (outputs + bias.to(outputs.dtype)).unflatten(0, shape)
 
     def _part_of_bias(self, bias: Tensor) -> Tensor:
         return self._columns.part(bias[None], self._grid)[0].clone()
@@ -390,6 +417,68 @@ class ShardedLinear(_Divided):
 
     def _of_bias(self, whole: Tensor, place: int) -> Tensor:
         return self._product.outputs.part(whole.unflatten(0, (self._stacked, 1, -1)), self._grid, place)
+
+
+class SequenceParts(StateLayout):
+    """A contiguous part of the tokens of a micro-batch on each rank: [1, T / P, D].
+
+    The tokens of all rows are one list, padded with zeros to a multiple of P. Norms, dropout and the residual stream
+    then take 1 / P of their memory, and hidden states 1 / P of the messages between pipeline stages.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def shape(self, rows: int, length: int) -> tuple[int, ...]:
+        """See ``StateLayout.shape``."""
+        return 1, -(-rows * length // self._grid.num_ranks)
+
+    def divided(self, hidden_states: Tensor) -> Tensor:
+        """See ``StateLayout.divided``; the backward pass gathers the gradients of all parts."""
+        shape = hidden_states.shape[:2]
+        return custom_gradient(hidden_states, self._own, lambda gradient: self._gathered(gradient, *shape))
+
+    def whole(self, hidden_states: Tensor, rows: int, length: int) -> Tensor:
+        """See ``StateLayout.whole``."""
+        return custom_gradient(hidden_states, lambda part: self._gathered(part, rows, length), self._own)
+
+    def dropout(self, module: nn.Dropout, hidden_states: Tensor, rows: int, length: int) -> Tensor:
+        """See ``StateLayout.dropout``; the same numbers are dropped as in whole hidden states."""
+        if not module.training or not module.p:
+            return hidden_states
+        factors = module(hidden_states.new_ones(rows, length, hidden_states.shape[-1]))
+        return hidden_states * self._own(factors)
+
+    def of_tokens(self, projected: Tensor, rows: int, length: int) -> Tensor:
+        """See ``StateLayout.of_tokens``."""
+        return projected[0, : rows * length].unflatten(0, (rows, length))
+
+    def for_parts(self, attended: Tensor) -> Tensor:
+        """See ``StateLayout.for_parts``."""
+        return self._padded(attended)
+
+    def _padded(self, states: Tensor) -> Tensor:
+        tokens = states.flatten(0, 1)
+        return F.pad(tokens, (0, 0, 0, -len(tokens) % self._grid.num_ranks)).unsqueeze(0)
+
+    def _own(self, states: Tensor) -> Tensor:
+        return self._padded(states).chunk(self._grid.num_ranks, dim=1)[self._grid.place].clone()
+
+    def _gathered(self, part: Tensor, rows: int, length: int) -> Tensor:
+        return self._grid.gather(part[0])[: rows * length].unflatten(0, (rows, length))
+
+
+class PartLayerNorm(nn.LayerNorm):
+    """A layer norm of this rank's tokens. The gradients of its parameters are summed over the ranks."""
+
+    def __init__(self, whole: nn.LayerNorm, grid: Grid) -> None:
+        super().__init__(whole.normalized_shape, eps=whole.eps, device="meta")
+        self.weight, self.bias, self._grid = whole.weight, whole.bias, grid
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Maps [..., D] to [..., D]."""
+        weight, bias = (custom_gradient(each, same, self._grid.sum) for each in (self.weight, self.bias))
+        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 class ShardedEmbedding(_Divided):
@@ -487,9 +576,9 @@ class DividedFFN(DenseFFN):
         self.input, self.output = inner, outer
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Maps [..., D] to [..., D], replicated on all ranks."""
+        """Maps [..., D] to [..., D]: replicated on all ranks, or this rank's part of the tokens."""
         grid, inputs, outputs = self._grid, self._placement.first.inputs, self._placement.second.outputs
-        if not inputs.rows:
+        if len(grid.shape) == 1:
             return super().forward(hidden_states)
         tokens = hidden_states.flatten(0, -2)
         # Pad with rows of zeros to a multiple of the blocks.

@@ -9,7 +9,7 @@ from tests.distributed.alike import TOLERANCE, assert_reports_alike, assert_roun
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_faults import entries
 from tests.distributed.test_pipelines import part_of_loss, pipeline, train_all
-from tests.distributed.test_tensor_parallel import tensor
+from tests.distributed.test_tensor_parallel import TOKENS, tensor
 from tests.distributed.test_training_layouts import ROUTING, losses, norms, train
 from tests.fixtures.offload_sections import SMALL as OFFLOAD
 from tests.fixtures.tiny_run import tiny_document
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 STEPS = 4
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_prototypes": 2}
 GROUPS = {"m6__parallel__tensor": tensor(2)}
+PARTS = {"m6__parallel__tensor": tensor(2, **TOKENS)}
 STAGES = {"m6__parallel__pipeline": pipeline(2, "1f1b")}
 SPLIT = {"m6__training__ep_size": 2}
 TURNS = {"m6__training__overlap_micro_batches": 2}
@@ -52,7 +53,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "options": (
         {"m6__moe": {**ROUTING, "router_jitter": 0.1}, "m6__training__activation_checkpointing": True},
         # Whole parameters have copies on all ranks, which stay equal to the bit.
-        {**GROUPS, "m6__training__ep_size": 4, "m6__training__check_replicas_interval_steps": 1},
+        {**PARTS, "m6__training__ep_size": 4, "m6__training__check_replicas_interval_steps": 1},
         0,
     ),
     "square": (
@@ -60,22 +61,22 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         {"m6__parallel__tensor": tensor(4, "2d"), **SPLIT},
         1,
     ),
-    "stages": ({"m6__moe": None, **LAYERS}, {**GROUPS, "m6__parallel__pipeline": pipeline(2, "zbv")}, 1),
-    "stages of experts": ({"m6__moe": ROUTING}, {**GROUPS, **STAGES, **SPLIT}, 1),
-    "stages without a flush": ({"m6__gradient_delay": {"accept_loss": True}}, {**GROUPS, **STAGES, **SPLIT}, 1),
-    "offloaded": ({"m6__offload": OFFLOAD}, {**GROUPS, **SPLIT}, 1),
-    "offloaded stages": ({"m6__offload": OFFLOAD}, {**GROUPS, **STAGES}, 0),
+    "stages": ({"m6__moe": None, **LAYERS}, {**PARTS, "m6__parallel__pipeline": pipeline(2, "zbv")}, 1),
+    "stages of experts": ({"m6__moe": ROUTING}, {**PARTS, **STAGES, **SPLIT}, 1),
+    "stages without a flush": ({"m6__gradient_delay": {"accept_loss": True}}, {**PARTS, **STAGES, **SPLIT}, 1),
+    "offloaded": ({"m6__offload": OFFLOAD}, {**PARTS, **SPLIT}, 1),
+    "offloaded stages": ({"m6__offload": OFFLOAD}, {**PARTS, **STAGES}, 0),
     "turns": (
         {"m6__moe": {**ROUTING, "router_jitter": 0.1}, "m6__model__moe_layer_frequency": 2, **LAYERS},
-        {**GROUPS, "m6__training__ep_size": 4, **TURNS},
+        {**PARTS, "m6__training__ep_size": 4, **TURNS},
         1,
     ),
     "turns, offloaded": (
         {"m6__moe": EXPERTS, "m6__offload": OFFLOAD, "m6__training__activation_checkpointing": True},
-        {**GROUPS, **SPLIT, **TURNS},
+        {**PARTS, **SPLIT, **TURNS},
         1,
     ),
-    "shared layers": ({"m6__moe": ROUTING, **SHARED, **LAYERS}, {**GROUPS, **SPLIT}, 1),
+    "shared layers": ({"m6__moe": ROUTING, **SHARED, **LAYERS}, {**PARTS, **SPLIT}, 1),
     # Attention and norms alone are shared, whose gradients are means over their uses.
     "shared parts": (
         {
@@ -88,12 +89,12 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "shared layers in stages": ({**SHARED, **LAYERS}, {**GROUPS, **STAGES}, 1),
     "optimizer on the host": ({}, {**GROUPS, **SPLIT, **ON_HOST}, 1),
     "optimizer on the host, ZeRO 2": ({"m6__moe": None}, {**GROUPS, **ON_HOST}, 2),
-    "Muon": ({"m6__moe": ROUTING, **MUON}, {**GROUPS, **SPLIT}, 1),
+    "Muon": ({"m6__moe": ROUTING, **MUON}, {**PARTS, **SPLIT}, 1),
     "Muon, ZeRO 0": ({"m6__moe": ROUTING, **MUON}, GROUPS, 0),
     "Muon on a square, ZeRO 2": ({"m6__moe": None, **MUON}, {"m6__parallel__tensor": tensor(4, "2d")}, 2),
     "Muon in stages": ({**MUON, **LAYERS}, {**GROUPS, **STAGES}, 1),
     "Muon one step late": ({**MUON, "m6__gradient_delay": {}, **LAYERS}, {**GROUPS, **STAGES}, 1),
-    "Lamb": ({"m6__moe": ROUTING, **LAMB}, {**GROUPS, **SPLIT}, 1),
+    "Lamb": ({"m6__moe": ROUTING, **LAMB}, {**PARTS, **SPLIT}, 1),
     "Lamb, ZeRO 0": (LAMB, GROUPS, 0),
     "Lars, ZeRO 2": ({"m6__moe": ROUTING, **LARS}, GROUPS, 2),
     "Lars on a square in one group": ({"m6__moe": None, **LARS}, {"m6__parallel__tensor": tensor(4, "2d")}, 1),
@@ -104,7 +105,7 @@ ROUNDED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "bf16": ({"bf16": {"enabled": True}}, {**GROUPS, **SPLIT}, 1),
     "fp16": (
         {"fp16": {"enabled": True, "initial_scale_power": 19, "loss_scale_window": 1, "hysteresis": 1}},
-        {**GROUPS, **STAGES, **SPLIT},
+        {**PARTS, **STAGES, **SPLIT},
         1,
     ),
 }

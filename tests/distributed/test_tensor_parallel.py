@@ -28,8 +28,11 @@ pytestmark = pytest.mark.slow
 STEPS = 4
 
 
-def tensor(num_ranks: int, placement: str = "1d") -> dict[str, Any]:
-    return {"placement": placement, "num_ranks": num_ranks}
+def tensor(num_ranks: int, placement: str = "1d", **more: Any) -> dict[str, Any]:
+    return {"placement": placement, "num_ranks": num_ranks, **more}
+
+
+TOKENS = {"sequence_parallel": True}  # divided between the products, too
 
 
 def document(folder: Path, stage: int = 1, divided: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
@@ -58,14 +61,15 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         tensor(4),
         1,
     ),
-    "1d, ZeRO 0": ({"gradient_clipping": 0.1, "m6__model__rotary_base": 10000.0}, tensor(2), 0),
+    "1d, ZeRO 0": ({"gradient_clipping": 0.1, "m6__model__rotary_base": 10000.0}, tensor(2, **TOKENS), 0),
+    "tokens": ({"m6__data__sequence_length": 61, "gradient_clipping": 0.1}, tensor(4, **TOKENS), 1),
     "1d, ZeRO 2": ({"gradient_clipping": 0.1}, tensor(2), 2),
     "AdamW one step late": ({"m6__gradient_delay": {"accept_loss": True}}, tensor(2), 1),
     "2d": ({"m6__model__patch_encoder": "resnet"}, tensor(4, "2d"), 1),
 }
 # 16 bits round the sums of different orders.
 ROUNDED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    "bf16": ({"bf16": {"enabled": True}}, tensor(2), 1),
+    "bf16": ({"bf16": {"enabled": True}}, tensor(2, **TOKENS), 1),
     "fp16": (
         {"fp16": {"enabled": True, "initial_scale_power": 19, "loss_scale_window": 1, "hysteresis": 1}},
         tensor(2),
@@ -126,7 +130,12 @@ def test_precisions(trained: Path, name: str):
 
 def compare_gradients(base: dict[str, Any], placements: list[dict[str, Any]]) -> None:
     """On each rank: its parts of gradients against those of the whole model, and what it received for them."""
-    from m6.architecture.communication_volume import volume_of_attention, volume_of_feed_forward, volume_of_vocabulary
+    from m6.architecture.communication_volume import (
+        volume_of_attention,
+        volume_of_divided_tokens,
+        volume_of_feed_forward,
+        volume_of_vocabulary,
+    )
     from m6.architecture.special_tokens import IGNORED_LABEL
     from m6.config.run import parse_config
     from m6.model.tensor import DividedFFN, ShardedEmbedding, ShardedLinear
@@ -175,14 +184,19 @@ def compare_gradients(base: dict[str, Any], placements: list[dict[str, Any]]) ->
         )
         tokens = sum(batch.input_ids.numel() for batch in batches)
         targets = sum(int((batch.labels[:, 1:] != IGNORED_LABEL).sum()) for batch in batches)
-        formula = layers * formula + volume_of_vocabulary(ranks, tokens, targets, hidden)
+        formula *= layers
+        if placement.get("sequence_parallel"):
+            for batch in batches:
+                assert batch.input_ids.numel() % ranks == 0
+                formula += volume_of_divided_tokens(ranks, batch.input_ids.numel(), hidden, layers)
+        formula += volume_of_vocabulary(ranks, tokens, targets, hidden)
         assert sum(grid.received for grid in grids) == pytest.approx(formula, abs=10 * ranks), placement
 
 
 def test_gradients_and_received_elements_of_every_placement(folder: Path):
     """Eight ranks: a group of all, a cube, and two groups of four, whose replicas read the same here."""
     base = document(folder, 0, train_micro_batch_size_per_gpu=2, train_batch_size=16)
-    placements = [tensor(8), tensor(8, "3d"), tensor(4, "2d"), tensor(2)]
+    placements = [tensor(8), tensor(8, **TOKENS), tensor(8, "3d"), tensor(4, "2d"), tensor(2)]
     run_distributed(compare_gradients, 8, base, placements)
 
 
@@ -192,7 +206,7 @@ def test_a_run_resumes_on_other_layouts(folder: Path):
     run_distributed(train, 1, document(folder, 0, **total), str(folder / "straight"))
     root = folder / "wandering"
     for ranks, divided, zero, stop_at in [
-        (2, tensor(2), 1, 1),
+        (2, tensor(2, **TOKENS), 1, 1),
         (4, tensor(4), 0, 2),
         (1, None, 1, 3),
         (4, tensor(4, "2d"), 1, 4),

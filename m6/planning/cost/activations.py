@@ -37,9 +37,13 @@ class Activations:
 
     Args:
         vocabulary_parts: ranks over which the rows of the head's matrix are divided.
+        sequence_parallel: see ``ParallelLayout``.
     """
 
-    def __init__(self, config: RunConfig, batch: BatchShape, vocabulary_parts: int = 1) -> None:
+    def __init__(
+        self, config: RunConfig, batch: BatchShape, vocabulary_parts: int = 1, sequence_parallel: bool = False
+    ) -> None:
+        self.sequence_parallel = sequence_parallel
         self.config, self.model, self.batch = config, config.model, batch
         self._vocabulary = math.ceil(config.model.vocab_size / vocabulary_parts)
         self.precision = Precision.of(config)
@@ -72,6 +76,8 @@ class Activations:
     def replicated(self) -> int:
         """The part of ``kept_by_blocks`` without a split by tensor parallelism: with checkpointing the inputs of
         blocks, otherwise five vectors of each block (arXiv 2205.05198, equation 2)."""
+        if self.sequence_parallel:
+            return 0
         vectors = 1 if self.config.m6.training.activation_checkpointing else 5
         return min(self.kept_by_blocks(), vectors * self.model.num_layers * self.block_input())
 
@@ -272,6 +278,7 @@ class PipelineActivations:
         whole, replicated = found.kept_by_blocks(), found.replicated()
         self._split = (replicated + (whole - replicated) / tp_size) / whole
         self._embeddings, self._norm, self._head = found.embeddings(), found.norm(), found.head()
+        self._output = self._input / (tp_size if found.sequence_parallel else outer_parts)
         self._masks, self._loss_backward = found.masks(), found.loss_backward()
 
     def bytes(self, settings: PipelineSettings, place: int, stages: Sequence[range], micro_batches: int) -> int:
@@ -296,9 +303,10 @@ class PipelineActivations:
 
     def _stage(self, layers: range) -> int:
         """Bytes of a micro-batch in a stage."""
-        others = self._embeddings if layers.start == 0 else 0
-        others += self._norm + self._head if layers.stop == self._num_layers else self._input
-        return round(self._split * (self._kept[layers.stop] - self._kept[layers.start]) + others / self._outer_parts)
+        is_last = layers.stop == self._num_layers
+        ends = (self._embeddings if layers.start == 0 else 0) + (self._norm + self._head if is_last else 0)
+        blocks = self._split * (self._kept[layers.stop] - self._kept[layers.start])
+        return round(blocks + ends / self._outer_parts + (0 if is_last else self._output))
 
     def _once(self, stages: Sequence[range]) -> int:
         """Bytes needed once, whatever the number of micro-batches in flight."""

@@ -61,12 +61,17 @@ def tensor_block_s(
     passes = 3 if layout.checkpointing else 2
     # Attention, and a feed-forward in 1-D: a sum of outputs forward, and of the inputs' gradients backward.
     reduced = passes * collective("all_reduce", tokens * hidden * width, group)
+    again = 0.0
+    if layout.sequence_parallel:
+        # The input of attention or a dense feed-forward again in the backward pass, and whole tokens around experts.
+        one = collective("all_gather", tokens * hidden * width, group)
+        again = 2 * one if num_shared is None else (1 + passes) * one
     if num_shared is not None and layout.placement != "megatron":
         # Each rank has a part of the tokens' outputs, and backward of their gradients.
         gathered = passes * collective("all_gather", tokens * hidden * width, group)
-        return reduced + gathered + (reduced if num_shared else 0.0)
+        return reduced + gathered + again + (reduced if num_shared else 0.0)
     if layout.placement == "1d" or layout.placement == "megatron":
-        return 2 * reduced
+        return 2 * reduced + again
     # The whole hidden states around the feed-forward: gathered outputs forward, gathered gradients backward, and the
     # gradients of both biases.
     around = passes * collective("all_gather", tokens * hidden * width, group)

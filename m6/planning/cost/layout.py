@@ -40,6 +40,7 @@ class ParallelLayout:
         schedule: of a pipeline.
         cut: layers of each stage of a pipeline; empty: equal ones, as far as possible.
         placement: how the matrices are divided over ``tp_size`` ranks.
+        sequence_parallel: the ranks of a tensor group divide the tokens between products, too.
         shares: ``m6.parallel.shares``; empty: equal ones, as far as the batch allows.
     """
 
@@ -58,6 +59,7 @@ class ParallelLayout:
     schedule: Schedule = "1f1b"
     cut: tuple[int, ...] = ()
     placement: LayoutPlacement = "1d"
+    sequence_parallel: bool = False
     shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -74,7 +76,7 @@ class ParallelLayout:
         """The section ``m6.parallel.tensor`` of this layout; None also where no engine here has the placement."""
         if self.tp_size == 1 or self.placement == "megatron":
             return None
-        return _tensor(self.tp_size, self.placement)
+        return _tensor(self.tp_size, self.placement, self.sequence_parallel)
 
     @property
     def dp_size(self) -> int:
@@ -83,9 +85,9 @@ class ParallelLayout:
 
     @property
     def outer_parts(self) -> int:
-        """The parts into which a tensor group divides the vocabulary and the matrices of experts.
+        """The parts into which a tensor group divides the matrices of experts and all activations outside of blocks.
 
-        Megatron-LM divides these. Our engine does not: its ranks divide the tokens of experts.
+        Megatron-LM divides these. Our engine divides the tokens of experts, and of other activations the logits.
         """
         return self.tp_size if self.placement == "megatron" else 1
 
@@ -153,8 +155,8 @@ def _pipeline(pp_size: int, schedule: Schedule, cut: tuple[int, ...]) -> Pipelin
 
 
 @functools.lru_cache(maxsize=4096)
-def _tensor(tp_size: int, placement: PlacementName) -> TensorSettings:
-    return TensorSettings(num_ranks=tp_size, placement=placement)
+def _tensor(tp_size: int, placement: PlacementName, sequence_parallel: bool) -> TensorSettings:
+    return TensorSettings(num_ranks=tp_size, placement=placement, sequence_parallel=sequence_parallel)
 
 
 DIMENSIONS = tuple(field.name for field in fields(ParallelLayout) if field.name != "world_size")
@@ -196,6 +198,7 @@ def choices_of(config: RunConfig) -> dict[str, Any]:
         "schedule": "1f1b" if pipeline is None else pipeline.schedule,
         "cut": cut,
         "placement": "1d" if config.tensor is None else config.tensor.placement,
+        "sequence_parallel": config.tensor is not None and config.tensor.sequence_parallel,
         "shares": tuple(config.m6.parallel.shares or ()),
     }
 

@@ -270,7 +270,7 @@ class MemoryModel:
     def activations_of(self, layout: ParallelLayout) -> Activations:
         """The activations of one micro-batch, by part of the model."""
         parts = layout.tp_size // layout.outer_parts
-        return Activations(with_training(self.config, layout), self.batch_of(layout), parts)
+        return Activations(with_training(self.config, layout), self.batch_of(layout), parts, layout.sequence_parallel)
 
     def _activation_bytes(self, layout: ParallelLayout, place: int, stages: Sequence[range]) -> int:
         if layout.pipeline is not None:
@@ -278,7 +278,7 @@ class MemoryModel:
             kept = self._pipelined(layout).bytes(layout.pipeline, place, stages, micro_batches)
             return math.ceil(kept * self.profile.activation_factor)
         at_once = layout.overlap_micro_batches
-        groups = layout.tp_size, layout.outer_parts
+        groups = layout.tp_size, layout.outer_parts, layout.sequence_parallel
         key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size, *groups, at_once)
         if key not in self._activations:
             found = self.activations_of(layout)
@@ -290,7 +290,8 @@ class MemoryModel:
         return math.ceil((kept + outside) * self.profile.activation_factor)
 
     def _pipelined(self, layout: ParallelLayout) -> PipelineActivations:
-        key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size, layout.tp_size, layout.outer_parts)
+        groups = layout.tp_size, layout.outer_parts, layout.sequence_parallel
+        key = (layout.micro_batch_size, layout.checkpointing, layout.ep_size, *groups)
         if key not in self._pipelines:
             found = self.activations_of(layout)
             self._pipelines[key] = PipelineActivations(found, layout.tp_size, layout.outer_parts)

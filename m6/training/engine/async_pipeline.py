@@ -115,7 +115,7 @@ class AsyncPipelineRunner(PipelineRunner):
         step, hidden_states = self._step, None
         assert step is not None
         if self._number > 0:
-            shape = (*step.batches[number].input_ids.shape, self._config.model.hidden_size)
+            shape = (*self._shape_of(step.batches[number]), self._config.model.hidden_size)
             hidden_states = self._receive(shape, self._number - 1, self._links.forward).requires_grad_()
         with _in_parameters(weights):
             output = self._pass(self._stage, hidden_states, number)

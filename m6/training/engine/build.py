@@ -64,7 +64,15 @@ def build_model(
                 layer.balance_group = mesh.replicas
     if mesh is not None and config.tensor is not None:
         groups = mesh.dims.ranks("tp")
-        divide_layers(model, config.model, config.tensor.placement, groups, mesh.dims.rank, mesh.own_group)
+        divide_layers(
+            model,
+            config.model,
+            config.tensor.placement,
+            groups,
+            mesh.dims.rank,
+            mesh.own_group,
+            config.tensor.sequence_parallel,
+        )
     replicas = None if mesh is None else mesh.replicas
     offloaded = None
     if config.expert_store is not None:

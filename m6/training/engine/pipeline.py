@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
+from m6.model.attention import StateLayout
 from m6.model.outputs import M6Output
 from m6.model.slices import SliceCache
 from m6.model.stages import ModelStage
@@ -85,7 +86,7 @@ class PipelineRunner(Runner):
         for index, stage in self._stages.items():
             # In V schedules two neighbouring stages are on one rank.
             if index > 0 and index - 1 not in self._stages:
-                shape = (*batch.input_ids.shape, self._config.model.hidden_size)
+                shape = (*self._shape_of(batch), self._config.model.hidden_size)
                 hidden_states = torch.empty(shape, dtype=self._dtype, device=self._device)
                 dist.recv(hidden_states, self._rank_of(index - 1), group=self._mesh.model)
             hidden_states, output = self._run(stage, hidden_states, batch, seed)
@@ -144,9 +145,14 @@ class PipelineRunner(Runner):
         """Makes the schedule of this pipeline for a step with ``_scheduled`` micro-batches."""
         return build_schedule(self._settings, self._numbered_stages(), self._scheduled[self._mesh.dims.dp_rank])
 
-    def _shape(self, number: int) -> torch.Size:
+    def _shape(self, number: int) -> Sequence[int]:
         assert self._step is not None
-        return self._step.batches[number].input_ids.shape
+        return self._shape_of(self._step.batches[number])
+
+    def _shape_of(self, batch: MicroBatch) -> Sequence[int]:
+        """The shape of hidden states between stages, without their last dimension."""
+        layout: StateLayout = self._module.model.layout
+        return layout.shape(*batch.input_ids.shape)
 
     def _rank_of(self, stage: int) -> int:
         """Returns the global rank of a stage of this pipeline."""

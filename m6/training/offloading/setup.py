@@ -429,7 +429,7 @@ def _stage(
     model: M6ForConditionalGeneration, config: RunConfig, layers: range, table: nn.Parameter | None
 ) -> ModelStage:
     if layers.stop == config.model.num_layers and table is None:  # the copy of the first stage's table
-        shape = (config.model.vocab_size, config.model.hidden_size)
+        shape = (model.head.rows(config.model), config.model.hidden_size)
         table = nn.Parameter(torch.empty(shape, dtype=next(model.parameters()).dtype))
     return ModelStage(model, layers, table)
 
@@ -438,7 +438,7 @@ def _forward(stage: ModelStage, config: RunConfig, batch: MicroBatch) -> list[Te
     """Returns the roots of the backward pass: hidden states and the loss of the routers, or the whole loss."""
     hidden_states = None
     if not stage.is_first:
-        shape = (*batch.input_ids.shape, config.model.hidden_size)
+        shape = (*stage.layout.shape(*batch.input_ids.shape), config.model.hidden_size)
         hidden_states = torch.empty(shape, dtype=next(stage.parameters()).dtype, requires_grad=True)
     hidden_states, output = stage(hidden_states, batch.model_inputs(), batch.labels, None)
     assert output.aux_loss is not None

@@ -83,8 +83,10 @@ def test_the_nearest_stage_is_one_that_works(folder: Path):
 
 def test_all_reasons_come_at_once():
     """A pipeline of a recipe at stage 2: one message names each key that has to change."""
+    stage_2 = 'zero_optimization={"stage": 2, "contiguous_gradients": true, "reduce_scatter": true}'
+    changes = stage_2, "m6.parallel.pipeline.num_ranks=2", "m6.training.deterministic=any_world"
     with pytest.raises(UserError) as caught:
-        load_config(Path("m6t_100b"), ('m6.parallel.pipeline={"num_ranks": 2}', "m6.training.deterministic=any_world"))
+        load_config(Path("m6t_100b"), changes)
     message = str(caught.value)
     assert "combinations do not work: (1) " in message
     for part in (

@@ -34,6 +34,11 @@ REFUSED = {
         {"m6__model__ffn_hidden_size": 66},
         r"m6\.model\.ffn_hidden_size by 4, but it is 66; use 2",
     ),
+    "divided tokens of a square": (
+        {**SQUARE, "sequence_parallel": True},
+        {},
+        r'sequence_parallel with placement "2d".*use placement "1d"',
+    ),
     "blocks of a cube": (CUBE, {"m6__model__ffn_hidden_size": 66}, r"ffn_hidden_size by 4.*no num_ranks fits"),
 }
 

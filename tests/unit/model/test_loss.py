@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoModelForImageTextToText
 
 from m6.errors import UserError
 from m6.model import M6ForConditionalGeneration
-from m6.model.outputs import losses_of_logits, losses_of_states
+from m6.model.outputs import Head, losses_of_logits
 from moe import MoELayer
 
 
@@ -87,7 +87,7 @@ def test_a_code_competes_with_its_own_codebook(books, kinds, tiny_config):
     weights = torch.rand(150, generator=generator, dtype=torch.float64)
     wanted = torch.autograd.grad(expected, (states, table), weights, retain_graph=True)
     for losses in (
-        losses_of_states(states, table, targets, config),
+        Head().losses(states, table, targets, config),
         losses_of_logits(F.linear(states, table), targets, config),
     ):
         torch.testing.assert_close(losses, expected, atol=1e-12, rtol=0)

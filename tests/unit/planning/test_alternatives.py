@@ -17,7 +17,11 @@ import pytest
 import torch
 from torch import nn
 
-from m6.architecture.communication_volume import volume_of_attention, volume_of_feed_forward
+from m6.architecture.communication_volume import (
+    volume_of_attention,
+    volume_of_divided_tokens,
+    volume_of_feed_forward,
+)
 from m6.config.run import RunConfig, load_config, parse_config
 from m6.errors import UserError
 from m6.formatting import format_gb
@@ -249,6 +253,13 @@ def test_a_plan_goes_into_the_json_and_back():
     assert written.tensor is not None
     assert layout_of(written, 4) == layout
     assert "tensor" not in configure(written, ParallelLayout(2, zero_stage=1))["m6"].get("parallel", {})
+    divided = replace(layout, placement="1d", sequence_parallel=True)
+    with_tokens = parse_config(configure(subject.config, divided))
+    assert layout_of(with_tokens, 4) == divided
+    again = Planner(with_tokens, subject.cluster, forced={"pp_size": 1, "tp_size": divided.tp_size, "placement": "1d"})
+    assert again.search().best.layout.sequence_parallel, "the search keeps it"
+    memories = [subject.memory(each).activations for each in (replace(divided, sequence_parallel=False), divided)]
+    assert memories[1] < 0.85 * memories[0]
     assert parse_forced(("placement=2d", "tp_size=4")) == {"placement": "2d", "tp_size": 4}
 
 
@@ -274,6 +285,12 @@ def test_prices_are_those_of_the_counted_elements(placement: Any, ranks: int, ch
         of_experts = volume_of_attention(ranks, tokens, hidden) + 2 * tokens * hidden * (ranks - 1) / ranks
         found = tensor_block_s(layout, tokens, hidden, inner, 1, nodes, ring, num_shared=0)
         assert found == pytest.approx(of_experts, rel=1e-12)
+    if placement == "1d":
+        of_layers = [volume_of_divided_tokens(ranks, tokens, hidden, layers) for layers in (0, 1)]
+        of_vectors = 12 * hidden * (ranks - 1) / ranks  # has no price
+        divided = tensor_block_s(replace(layout, sequence_parallel=True), tokens, hidden, inner, 1, nodes, ring)
+        plain = tensor_block_s(layout, tokens, hidden, inner, 1, nodes, ring)
+        assert divided - plain == pytest.approx(of_layers[1] - of_layers[0] - of_vectors, rel=1e-9)
 
 
 def test_memory_is_that_of_the_parameters():
@@ -297,11 +314,13 @@ def test_memory_is_that_of_the_parameters():
         )
         assert divided.activations < whole.activations
         counts = memory.counts(ParallelLayout(8)).divided(ParallelLayout(8, tp_size=4))
-        assert counts.local == total - matrices + matrices // 4
+        rows = config.model.vocab_size - -(-config.model.vocab_size // 4)  # of the token embedding, on other ranks
+        elsewhere = matrices - matrices // 4 + rows * config.model.hidden_size
+        assert counts.local == total - elsewhere
         width = memory.precision.weights if stage else 4
         assert divided.gradients == pytest.approx(counts.local * width, rel=1e-6)
         if stage == 0:
-            assert whole.optimizer_state - divided.optimizer_state == 8 * (matrices - matrices // 4)
+            assert whole.optimizer_state - divided.optimizer_state == 8 * elsewhere
 
 
 def test_reports_say_what_dense_runs_and_experts_would_gain():
