@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from m6.architecture.communication_volume import PLACEMENTS, PlacementName, side, volume_of_feed_forward, volume_of_pair
-from m6.model.tensor import BY_NAME, Placement
+from m6.model.placements import BY_NAME, Placement
 from m6.training.mesh import own_group
 from scripts.benchmarks.record import Recorder
 

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from m6.architecture.communication_volume import volume_of_pair
 from m6.architecture.settings import ModelSettings
 from m6.model.outputs import Head
-from m6.model.tensor import BY_NAME, DividedHead
+from m6.model.placements import BY_NAME
+from m6.model.tensor import DividedHead
 from m6.training.mesh import own_group
 from tests.distributed.spawn import run_distributed
 

@@ -1,6 +1,6 @@
 """Seconds of communication: exchange of tokens, tensor parallelism, reduction of gradients, gathering of weights.
 
-The collectives of tensor parallelism follow ``m6/model/tensor``, whose tests count them. A part of the exchange of
+The collectives of tensor parallelism follow ``m6/model/placements``, whose tests count them. A part of the exchange of
 tokens may overlap with computation.
 """
 

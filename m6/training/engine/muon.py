@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m6.model.tensor import Shard
+from m6.model.placements import Shard
 from m6.training.deepspeed_private import partitions
 from m6.training.optimizers import MUON_BATCH_ELEMENTS
 from offload.optimizer.orthogonal import orthogonal, update_scale

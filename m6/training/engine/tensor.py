@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from m6.checkpoints.format import Fragment
-from m6.model.tensor import Shard
+from m6.model.placements import Shard
 from m6.training.deepspeed_private import is_divided
 from m6.training.mesh import Mesh
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from m6.model.tensor import Grid, Shard
+from m6.model.placements import Grid, Shard
 from m6.training.deepspeed_private import partitions
 
 _CHUNK = 2**18  # elements; their copies in fp64 stay in a processor's cache
