@@ -30,14 +30,19 @@ _NUMBERS = itertools.count()
 # How many of the reasons that ranks left are read.
 _REASONS = 16
 # What errors of gloo, NCCL and the store of the process group speak of.
-_OF_CONNECTIONS = ("gloo", "nccl", "connection", "socket", "store", "peer", "timed out", "timeout")
+_OF_TIME = ("timed out", "timeout")
+_OF_CONNECTIONS = ("gloo", "nccl", "connection", "socket", "store", "peer", *_OF_TIME)
+_SOURCES = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("m6", "moe", "offload"))
+# A main thread in these files waits for other ranks; the second times the waits, and the third looks for the lost.
+_WAITING = (f"{os.sep}torch{os.sep}distributed{os.sep}", str(Path("m6", "training", "reporting", "ranks.py")), __file__)
 
 
 class LifeSigns:
     """Shows the other ranks that this one lives, and tells whose signs have ended.
 
     Ranks of one machine see each other's processes. Of a rank elsewhere they see a number in the store of the process
-    group, which it counts up. A rank that ends with an error leaves its reason there.
+    group, which it counts up, and beside it the place in the program unless it waits for others. A rank that ends with
+    an error leaves its reason there.
 
     No error of a connection reaches a rank that waits in the store, as all do while groups are made: it would stand
     there until the time-out. So a thread looks for ranks that are gone, and ends such a process with their names.
@@ -48,6 +53,7 @@ class LifeSigns:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._over, self._leaving = runtime, threading.Event(), threading.Event()
         self._alone = runtime.world_size == 1
+        self._has_store = not self._alone
         if self._alone:
             return
         # A connection of its own: another thread's waiting would keep the beats back. And a name of its own: a process
@@ -76,9 +82,11 @@ class LifeSigns:
         try:
             yield
         except RuntimeError as error:
-            of_connection = any(sign in str(error).lower() for sign in _OF_CONNECTIONS)
+            of_connection, of_time = (
+                any(sign in str(error).lower() for sign in signs) for signs in (_OF_CONNECTIONS, _OF_TIME)
+            )
             self._leaving.set()
-            lost = self._lost() if of_connection and not isinstance(error, torch.OutOfMemoryError) else {}
+            lost = self._lost(of_time) if of_connection and not isinstance(error, torch.OutOfMemoryError) else {}
             self._leave(str(error), list(lost))
             if not lost:
                 raise
@@ -90,22 +98,23 @@ class LifeSigns:
     def close(self) -> None:
         """Ends the signs, and says that this rank needs no other any more."""
         self._over.set()
-        if not self._alone:
-            with contextlib.suppress(RuntimeError):
+        if self._has_store:
+            with self._asking():
                 self._store.set(f"m6_over/{self._runtime.rank}", "")
 
     def _go_on(self) -> None:
         number, found_at = 0, None
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the run
-            while not self._over.wait(_BEAT_S):
-                number += 1
-                self._beat(number)
-                if not (gone := self._gone()) or self._leaving.is_set():
-                    found_at = None
-                elif found_at is None:
-                    found_at = time.monotonic()
-                elif time.monotonic() > found_at + _UNTOLD_S:
-                    self._end_untold(gone)
+        while not self._over.wait(_BEAT_S):
+            number += 1
+            if self._has_store:
+                with self._asking():
+                    self._beat(number)
+            if not (gone := self._gone()) or self._leaving.is_set():
+                found_at = None
+            elif found_at is None:
+                found_at = time.monotonic()
+            elif time.monotonic() > found_at + _UNTOLD_S:
+                self._end_untold(gone)
 
     def _end_untold(self, gone: dict[int, str]) -> None:
         """Ends this process, whose main thread may wait for ever in a library."""
@@ -115,60 +124,82 @@ class LifeSigns:
         os._exit(2)
 
     def _beat(self, number: int) -> None:
-        self._store.set(f"m6_beat/{self._runtime.rank}", str(number))
+        self._store.set(f"m6_beat/{self._runtime.rank}", f"{number} {_place()}")
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:  # the store is gone: the library writes a stack for each further question
+            self._has_store = False
 
     def _leave(self, reason: str, lost: list[int]) -> None:
         """Tells why this rank ends; ``lost`` are the ranks without which it cannot go on."""
         self._leaving.set()
-        if not self._alone:
-            with contextlib.suppress(RuntimeError):
+        if self._has_store:
+            with self._asking():
                 number = self._store.add("m6_left", 1)
                 self._store.set(f"m6_left/{number}", json.dumps([self._runtime.rank, reason, lost]))
 
-    def _lost(self) -> dict[int, str]:
-        """The ranks that were lost, each with its reason if it left one. It takes seconds."""
+    def _lost(self, after_timeout: bool) -> dict[int, str]:
+        """The ranks that were lost, each with its reason if it left one. It takes seconds.
+
+        Args:
+            after_timeout: a collective waited in vain: ranks whose process is there may be stopped, or stand elsewhere.
+        """
         if self._alone:
             return {}
-        beats = self._beats()
-        silent_at = time.monotonic() + (_SILENT_S if self._unseen else _DYING_S)
+        others = [rank for rank in range(self._runtime.world_size) if rank != self._runtime.rank]
+        asked = others if after_timeout else self._unseen
+        beats = self._beats(asked)
+        silent_at = time.monotonic() + (_SILENT_S if asked else _DYING_S)
         while time.monotonic() < silent_at:
             if gone := self._gone():
                 return gone
             time.sleep(_POLL_S)
-        later = self._beats()
-        return {rank: "" for rank in self._unseen if later.get(rank) == beats.get(rank)}
+        later = self._beats(asked)
+        if silent := [rank for rank in asked if later.get(rank) == beats.get(rank)]:
+            return dict.fromkeys(silent, "")
+        places = {rank: later[rank].partition(" ")[2] for rank in asked if after_timeout}
+        return {
+            rank: f"the others waited for it in vain, and it is in {place}" for rank, place in places.items() if place
+        }
 
     def _gone(self) -> dict[int, str]:
         """The ranks of which is certain that they ended before their work did, each with its reason if it left one."""
-        left = self._reasons()
+        left = {
+            rank: (reason, [other for other in lost if other != self._runtime.rank])
+            for rank, (reason, lost) in self._reasons().items()
+        }
         gone = {rank for rank in self._seen if self._ended(rank) and not self._is_over(rank)} | left.keys()
         # Whoever left because of another rank was not lost itself.
-        named = {other for _, lost in left.values() for other in lost if other != self._runtime.rank}
+        named = {other for _, lost in left.values() for other in lost}
         found = (gone - {rank for rank, (_, lost) in left.items() if lost}) | named
         return {rank: left[rank][0] if rank in left else "" for rank in sorted(found)}
 
     def _is_over(self, rank: int) -> bool:
-        with contextlib.suppress(RuntimeError):
-            return bool(self._store.check([f"m6_over/{rank}"]))
+        if self._has_store:
+            with self._asking():
+                return bool(self._store.check([f"m6_over/{rank}"]))
         return False
 
-    def _beats(self) -> dict[int, bytes]:
-        """What ranks elsewhere have counted; of all but rank 0, if the store went with that."""
-        try:
-            return dict(
-                zip(self._unseen, self._store.multi_get([f"m6_beat/{rank}" for rank in self._unseen]), strict=True)
-            )
-        except RuntimeError:
-            return {rank: os.urandom(8) for rank in self._unseen if rank > 0}
+    def _beats(self, ranks: list[int]) -> dict[int, str]:
+        """What ranks show: a number, and their place. If the store went with rank 0: of all others an ever new one."""
+        if self._has_store:
+            with self._asking():
+                beats = self._store.multi_get([f"m6_beat/{rank}" for rank in ranks]) if ranks else []
+                return {rank: beat.decode() for rank, beat in zip(ranks, beats, strict=True)}
+        return {rank: os.urandom(8).hex() for rank in ranks if rank > 0}
 
     def _reasons(self) -> dict[int, tuple[str, list[int]]]:
         """Why the first ranks ended, and which others they missed."""
-        found = {}
-        with contextlib.suppress(RuntimeError):
-            for number in range(1, min(self._store.add("m6_left", 0), _REASONS) + 1):
-                if self._store.check([key := f"m6_left/{number}"]):
-                    rank, reason, lost = json.loads(self._store.get(key))
-                    found[rank] = reason, lost
+        found: dict[int, tuple[str, list[int]]] = {}
+        if self._has_store:
+            with self._asking():
+                for number in range(1, min(self._store.add("m6_left", 0), _REASONS) + 1):
+                    if self._store.check([key := f"m6_left/{number}"]):
+                        rank, reason, lost = json.loads(self._store.get(key))
+                        found[rank] = reason, lost
         return found
 
     def _ended(self, rank: int) -> bool:
@@ -180,6 +211,19 @@ class LifeSigns:
 
     def _in_words(self, rank: int, reason: str) -> str:
         return f"{self._runtime.name_of(rank)} was lost" + (f": {reason}" if reason else "; its own log may say why")
+
+
+def _place() -> str:
+    """Where the main thread is, such as "m6/data/reader.py, line 80 (_read)"; empty while it waits for other ranks."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if any(part in file for part in _WAITING):
+            return ""
+        if file.startswith(_SOURCES):
+            return f"{Path(file).relative_to(Path(_SOURCES[0]).parent)}, line {frame.f_lineno} ({frame.f_code.co_name})"
+        frame = frame.f_back
+    return ""
 
 
 def _machine() -> str:

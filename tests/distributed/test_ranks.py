@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,47 @@ def test_a_fault_that_passes_restarts_once_and_one_that_comes_back_is_fatal(tmp_
         assert not (tmp_path / name / "DONE").exists()
 
 
+def slow(root: Path) -> None:
+    """Rank 1 sleeps before step 2 in its data, and in step 3 in its own work."""
+    from m6.data.pretraining import PretrainingData
+    from m6.training.train_step import TrainStep
+
+    read, begin = PretrainingData.micro_batch, TrainStep._begin
+    rank = os.environ["RANK"]
+
+    def reads(data: Any, index: int) -> Any:
+        if rank == "1" and index == 6:  # the first of this rank's two of step 2
+            time.sleep(SLEEP_S)
+        return read(data, index)
+
+    def begins(step: Any, number: int, batches: Any) -> Any:
+        if rank == "1" and number == 2:
+            time.sleep(SLEEP_S)
+        return begin(step, number, batches)
+
+    with mock.patch.object(PretrainingData, "micro_batch", reads), mock.patch.object(TrainStep, "_begin", begins):
+        assert command(root / "said", "pretrain", str(root / "tiny.json"), "--run-dir", str(root / "run")) == 0
+
+
+SLEEP_S = 2.0
+
+
+def test_a_slow_rank_is_found_by_its_data_and_by_its_steps(tmp_path: Path):
+    """In metrics.jsonl and in the log. The other rank waits as long, which is not its own time."""
+    write_tiny_config(tmp_path, m6__evaluation__interval_steps=100)
+    run_distributed(slow, 2, tmp_path)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    slowest = {entry["step"]: entry["slowest_rank"] for entry in map(json.loads, lines) if "slowest_rank" in entry}
+    for step in (2, 3):
+        assert (slowest[step]["rank"], slowest[step]["node"]) == (1, "n1")
+        assert slowest[step]["step_time_s"] >= SLEEP_S
+        assert slowest[step]["mean_step_time_s"] <= slowest[step]["step_time_s"] - SLEEP_S / 4
+    assert slowest[2]["data_wait_s"] >= SLEEP_S > slowest[3]["data_wait_s"]
+    said = (tmp_path / "said_0").read_text()
+    assert f", slowest rank 1 on n1 with {slowest[2]['step_time_s']:.3f} s a step " in said
+    assert f", data {slowest[2]['data_wait_s']:.3f} s)" in said
+
+
 LOST = {
     "killed on this node": ("", "rank 1 on {node} was lost; its own log may say why"),
     "killed elsewhere": ("elsewhere", "rank 1 on n1 was lost; its own log may say why"),
@@ -272,30 +314,43 @@ LOST = {
     # While groups are made, where rank 0 waits in the store: no connection tells it of the loss.
     "killed in loading": ("", "rank 1 on {node} was lost; its own log may say why"),
     "failed in loading": ("elsewhere", "rank 1 on n1 was lost: KeyError: 'no such thing'"),
+    # Its process is there, so that only a collective that has waited in vain tells of it.
+    "stopped": ("", "rank 1 on {node} was lost; its own log may say why"),
+    "stands": ("", "rank 1 on {node} was lost: the others waited for it in vain, and it is in m6/training/train_step"),
 }
 
 
 def lose(root: Path, how: str) -> None:
     """Rank 1 ends in the middle of a run; rank 0 does as the command does, and its code is that of its process."""
-    from m6.runs import life
+    from m6.runs import life, processes
     from m6.training.loop import Trainer
     from m6.training.train_step import TrainStep
 
+    if how in ("stopped", "stands"):
+        processes.start.__defaults__ = (10.0,)
     life._BEAT_S, life._SILENT_S, life._UNTOLD_S = 0.1, 2.0, 5.0
     owner, name = (Trainer, "_build_engine") if how.endswith("loading") else (TrainStep, "_count")
     work = getattr(owner, name)
 
     def ends(*arguments: Any) -> Any:
-        if os.environ["RANK"] == "1" and not how.startswith("killed"):
-            raise KeyError("no such thing")
-        if os.environ["RANK"] == "1":
+        if os.environ["RANK"] == "0":
+            return work(*arguments)
+        if how == "stands":
+            time.sleep(1000)
+        if how == "stopped":
+            (root / "process").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if how.startswith("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
-        return work(*arguments)
+        raise KeyError("no such thing")
 
     arguments = ["pretrain", str(root / "tiny.json"), "--run-dir", str(root / "run")]
     names = {} if LOST[how][0] else {"SLURMD_NODENAME": platform.node()}
     with mock.patch.object(owner, name, ends):
-        sys.exit(command(root / "said", *arguments, **names))
+        code = command(root / "said", *arguments, **names)
+    if how == "stopped":
+        os.kill(int((root / "process").read_text()), signal.SIGKILL)
+    sys.exit(code)
 
 
 @pytest.mark.parametrize("how", LOST)
@@ -304,10 +359,12 @@ def test_a_rank_that_is_lost_is_named_by_those_that_survive(tmp_path: Path, how:
     write_tiny_config(tmp_path)
     survivor, lost = exit_codes(lose, 2, tmp_path, how)
     said = (tmp_path / "said_0").read_text()
-    assert f"error: {LOST[how][1].format(node=platform.node())}\n" in said
+    assert f"error: {LOST[how][1].format(node=platform.node())}" in said
     assert "Traceback" not in said
     assert survivor == 2
-    assert lost == (-signal.SIGKILL if how.startswith("killed") else 1)
+    assert lost == (-signal.SIGKILL if how.startswith(("killed", "stopped")) else 2 if how == "stands" else 1)
+    if how == "stands":  # it does not stay behind
+        assert f"error: rank 0 on {platform.node()} was lost" in (tmp_path / "said_1").read_text()
 
 
 def go_wrong(root: Path) -> None:
