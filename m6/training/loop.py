@@ -181,7 +181,7 @@ class Trainer:
         self.samples_seen += outcome.samples
         self.tokens_seen += outcome.tokens
         report.add(outcome)
-        fault = self.nonfinite.check(outcome, micro_batches, self.runtime, self.engine.module)
+        fault = self.nonfinite.check(outcome, micro_batches, self.runtime, self.engine)
         if fault is not None:
             self._end_with(fault)
         self.stage.observe(outcome.step, outcome.loss, self.stage_metrics.measure(self.engine))
@@ -211,7 +211,7 @@ class Trainer:
         if saves or (compared is not None and self.step % compared == 0):
             self._check_replicas()
         # Only compared and finite weights are saved, so a run can restart from any checkpoint.
-        if saves and (found := find_nonfinite_weights(self.engine.module, self.runtime)):
+        if saves and (found := find_nonfinite_weights(self.engine, self.runtime)):
             self._end_with(Fault(self.step, self.step, f"after step {self.step}: {found}"))
         if self.step % settings.logging.interval_steps == 0 or save:
             loads = reports_loads(self.step, settings.training.total_steps, settings.logging.interval_steps)

@@ -185,7 +185,8 @@ def disturbed(document: dict[str, Any], root: Path, disturb: Callable[[Any], Non
     return ""
 
 
-MATRIX = "model.layers.1.attention.qkv.weight"
+MATRIX, EXPERTS = "model.layers.1.attention.qkv.weight", "model.layers.1.ffn.experts.w_in"
+OFFLOAD = {"device_budget_mib": 5000.0, "chunk_mib": 0.001, "rules": [{"kind": "expert", "place": "stream"}]}
 
 
 class Poison:
@@ -216,6 +217,20 @@ class Drift:
                 trainer.engine.module.get_parameter(MATRIX).mul_(1.01)
 
 
+class Stored:
+    """A NaN in the optimizer's state of an offloaded expert of rank 1, so that step 4 makes its weight one."""
+
+    def __init__(self) -> None:
+        self.left = 1
+
+    def __call__(self, trainer: Any) -> None:
+        if trainer.step == 3 and self.left > 0:
+            self.left = 0
+            for fragment in trainer.engine.offloaded.fragments(to_fill=True):
+                if fragment.kind == "exp_avg" and fragment.name == EXPERTS:
+                    fragment.data[-1] = float("nan")
+
+
 def disturb_all(document: dict[str, Any], root: Path) -> None:
     cases: dict[str, Callable[[Any], None]] = {
         "whole": lambda trainer: None,
@@ -224,10 +239,14 @@ def disturb_all(document: dict[str, Any], root: Path) -> None:
         "nan_often_zero_2": Poison({3, 4}, 2),
         "drift_once": Drift(1),
         "drift_often": Drift(2),
+        "nan_stored": Stored(),
     }
     for name, disturb in cases.items():
-        stage = {"zero_optimization": {"stage": 2}} if name.endswith("zero_2") else {}
-        message = disturbed({**document, **stage}, root / name, disturb)
+        changed = {**document, "zero_optimization": {"stage": 2 if name.endswith("zero_2") else 0}}
+        if name == "nan_stored":
+            training = {**document["m6"]["training"], "ep_size": 2}
+            changed["m6"] = {**document["m6"], "offload": OFFLOAD, "training": training}
+        message = disturbed(changed, root / name, disturb)
         (root / f"{name}_{os.environ['RANK']}").write_text(message)
 
 
@@ -253,6 +272,10 @@ def test_a_fault_that_passes_restarts_once_and_one_that_comes_back_is_fatal(tmp_
         assert words in fault["reason"]
         assert fault["begins_at"] == 2
     node = json.loads((tmp_path / "whole" / "provenance" / "attempt_000" / "attempt.json").read_text())["nodes"][1]
+    fault = json.loads((tmp_path / "nan_stored" / "fault.json").read_text())
+    assert fault["reason"] == f"after step 4: not finite on rank 1 on {node}: weights {EXPERTS}"
+    assert fault["begins_at"] == 2, "no checkpoint has the NaN"
+    assert (tmp_path / "nan_stored" / "DONE").exists()
     for name, words in (
         ("nan_often", f"not finite on rank 1 on {node}: gradients {MATRIX}; "),
         ("nan_often_zero_2", f"not finite on rank 1 on {node}: gradients {MATRIX}; "),
@@ -524,7 +547,6 @@ def test_ranks_that_begin_from_other_weights_end_at_the_start(tmp_path: Path):
     run_distributed(begin_from_their_own, 2, tiny_document(tmp_path, m6__init="exported"), tmp_path)
 
 
-OFFLOAD = {"device_budget_mib": 5000.0, "chunk_mib": 0.001, "rules": [{"kind": "expert", "place": "stream"}]}
 ALIKE: dict[str, dict[str, Any]] = {
     "experts": {"m6__training__ep_size": 2, "m6__moe__balance_bias_rate": 0.01},
     "zero 2, bf16": {"zero_optimization": {"stage": 2}, "m6__training__ep_size": 2, "bf16": {"enabled": True}},

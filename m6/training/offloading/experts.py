@@ -287,6 +287,15 @@ class OffloadedExperts:
                 for name, value in self.runtime.read(WEIGHT, stack).items():
                     yield Replicated(f"{stack}.{name}", value, self._same_experts)
 
+    def nonfinite_weights(self) -> list[str]:
+        """Returns the names of this rank's weights with values that are not finite. It reads one layer at a time."""
+        return [
+            f"{stack}.{name}"
+            for stack in self._stacks
+            for name, value in self.runtime.read(WEIGHT, stack).items()
+            if not value.isfinite().all()
+        ]
+
     def _of_all_replicas(self, trace: Trace) -> Trace:
         """Returns the trace with the largest non-model bytes of all ranks with the same experts.
 

@@ -22,6 +22,7 @@ from m6.files import atomic_path
 from m6.runs.directory import NONFINITE, RunDirectory
 from m6.runs.processes import Runtime
 from m6.training.deepspeed_private import is_partitioned, local_part
+from m6.training.engine.engine import Engine
 from m6.training.faults import Fault
 from m6.training.reporting.sums import StepOutcome
 
@@ -94,7 +95,7 @@ class NonfinitePolicy:
         self._watch.set(module if self.consecutive or not self._limit else None)
 
     def check(
-        self, outcome: StepOutcome, micro_batches: list[MicroBatch], runtime: Runtime, module: nn.Module
+        self, outcome: StepOutcome, micro_batches: list[MicroBatch], runtime: Runtime, engine: Engine
     ) -> Fault | None:
         """Checks a finished step. Every rank calls this method.
 
@@ -109,7 +110,7 @@ class NonfinitePolicy:
         self.consecutive = self.consecutive + 1 if outcome.skipped and not expected else 0
         if not self.consecutive:
             return None
-        places = self._places(outcome, runtime, module)
+        places = self._places(outcome, runtime, engine)
         if self.consecutive <= self._limit:
             if runtime.is_main:
                 print(
@@ -135,32 +136,31 @@ class NonfinitePolicy:
         dist.barrier()  # the exit of one rank may kill the others: wait until all have written their batches
         return Fault(outcome.step - self.consecutive + 1, outcome.step, reason)
 
-    def _places(self, outcome: StepOutcome, runtime: Runtime, module: nn.Module) -> str:
+    def _places(self, outcome: StepOutcome, runtime: Runtime, engine: Engine) -> str:
         """Returns the ranks with non-finite values and the names of these values; empty if none was found."""
         losses = ", ".join(outcome.own_nonfinite_losses)
         return _of_all_ranks(
-            _words("weights", _nonfinite_weights(module))
+            _words("weights", _nonfinite_weights(engine))
             + ([f"loss of {losses}"] if losses else [])
             + _words("gradients", self._watch.found()),
             runtime,
         )
 
 
-def find_nonfinite_weights(module: nn.Module, runtime: Runtime) -> str:
+def find_nonfinite_weights(engine: Engine, runtime: Runtime) -> str:
     """Returns a message with the ranks and names of non-finite weights; empty if all are finite. All ranks call it."""
-    names = _nonfinite_weights(module)
+    names = _nonfinite_weights(engine)
     found = torch.tensor(float(bool(names)), device=runtime.device)
     dist.all_reduce(found)
     return _of_all_ranks(_words("weights", names), runtime) if found.item() else ""
 
 
 @torch.no_grad()
-def _nonfinite_weights(module: nn.Module) -> list[str]:
-    named = dict(module.named_parameters())
+def _nonfinite_weights(engine: Engine) -> list[str]:
+    named = dict(engine.module.named_parameters())
     finite = torch.stack([local_part(each).isfinite().all() for each in named.values()])
-    return (
-        [] if finite.all() else [name for name, is_finite in zip(named, finite.tolist(), strict=True) if not is_finite]
-    )
+    names = [] if finite.all() else [name for name, each in zip(named, finite.tolist(), strict=True) if not each]
+    return names if engine.offloaded is None else [*names, *engine.offloaded.nonfinite_weights()]
 
 
 def _of_all_ranks(own: list[str], runtime: Runtime) -> str:
