@@ -50,6 +50,8 @@ _SOURCES = ("m6", "moe", "offload", "native")
 # The most differences of one rank in a message, and the most ranks.
 _NAMED = 4
 _ABSENT = "absent"
+# How many parts of a large file are compared.
+_PARTS, _PART_BYTES = 256, 4096
 # NFS may show a folder as it was a minute ago.
 _VISIBLE_AFTER_S, _POLL_S = 60.0, 0.5
 
@@ -160,6 +162,8 @@ def _facts(config: RunConfig, restart: bool) -> dict[str, str]:
         # Of a run, the newest checkpoint: its manifest has the checksums of the weights.
         newest = sorted(init.glob("checkpoints/step_*/manifest.json"))[-1:]
         facts |= {f"checksum of m6.init {file}": _checksum(file) for file in (*sorted(init.glob("*.json")), *newest)}
+        # An exported model has no checksums, and at ZeRO stage 3 and in pipelines ranks hold no copies to compare.
+        facts |= {f"parts of m6.init {file}": _parts(file) for file in sorted(init.glob("*.safetensors"))}
     return facts
 
 
@@ -214,6 +218,20 @@ def _checksum(file: Path) -> str:
         return sha256(file)[:12]
     except OSError as error:  # on this node: the ranks differ
         return f"unreadable ({error.strerror})"
+
+
+def _parts(file: Path) -> str:
+    """The size of a file of weights, and a checksum of parts all over it: those of another step differ everywhere."""
+    digest = hashlib.sha256()
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            for number in range(_PARTS):
+                opened.seek(max(0, size - _PART_BYTES) * number // (_PARTS - 1))
+                digest.update(opened.read(_PART_BYTES))
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+    return f"{digest.hexdigest()[:12]} of {size} bytes"
 
 
 def _differences(own: dict[str, str], of_main: dict[str, str]) -> list[str]:
