@@ -27,7 +27,7 @@ from m6.config.run import RunConfig
 from m6.data.codes import CODES_FOLDER
 from m6.data.manifest import MANIFEST_NAME
 from m6.errors import StorageError, UserError
-from m6.files import sha256, write_text
+from m6.files import sha256, why_unwritable, write_text
 from m6.runs.processes import Runtime, on_main_rank
 from moe.kernels.compiled import load_kernel
 
@@ -89,14 +89,14 @@ def attest(config: RunConfig, runtime: Runtime, restart: bool = False) -> None:
 
 
 def check_shared(folders: Sequence[Path], runtime: Runtime) -> None:
-    """Checks whether all ranks see files of rank 0 in the folders of a run. Every rank calls this function.
+    """Checks whether all ranks see files of rank 0 in the folders of a run, and may write there. Every rank calls it.
 
     Args:
         folders: the run's folder, and folders in it that may be links or mounts of their own. A folder that does not
             exist on rank 0 is left out.
 
     Raises:
-        StorageError: on every rank if one sees no file of rank 0, with these ranks and their nodes.
+        StorageError: on every rank if one sees no file of rank 0, or may not write, with these ranks and their nodes.
     """
     if runtime.world_size == 1:
         return
@@ -120,10 +120,18 @@ def check_shared(folders: Sequence[Path], runtime: Runtime) -> None:
     blind: list[Path | None] = [None] * runtime.world_size
     dist.all_gather_object(blind, hidden)
     on_main_rank(remove)
+    # Each rank writes its part of a checkpoint, and one node may have mounted the file system read-only.
+    reason = next(filter(None, (why_unwritable(folder) for folder, _ in files)), None) if hidden is None else None
+    refused: list[str | None] = [None] * runtime.world_size
+    dist.all_gather_object(refused, reason)
     if ranks := [rank for rank, folder in enumerate(blind) if folder is not None]:
         raise StorageError(
             f"{blind[ranks[0]]}: {_ranks(runtime, ranks)} did not see for {_VISIBLE_AFTER_S:.0f} s what "
             f"{runtime.name_of(0)} wrote there; --run-dir takes a folder on a file system that all nodes share"
+        )
+    if ranks := [rank for rank, reason in enumerate(refused) if reason is not None]:
+        raise StorageError(
+            f"{refused[ranks[0]]} for {_ranks(runtime, ranks)}; all ranks write parts of checkpoints into --run-dir"
         )
 
 

@@ -145,6 +145,11 @@ def apart(root: Path) -> None:
         "run: rank 1 on n1 did not see for 0 s what rank 0 on n0 wrote there; --run-dir"
         in (root / f"said_{rank}").read_text()
     )
+    refused = mock.patch.object(attestation, "why_unwritable", lambda folder: f"{folder} is read-only")
+    with refused if rank == "1" else contextlib.nullcontext():
+        code = command(root / "refused", "pretrain", str(root / "tiny.json"), "--run-dir", str(root / "written"))
+    assert code == 2
+    assert "written is read-only for rank 1 on n1; all ranks write" in (root / f"refused_{rank}").read_text()
     with inside(folder):
         code = command(root / "linked", "pretrain", str(root / "tiny.json"), "--run-dir", str(root / "shared"))
     assert code == 2
