@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from m6.cli.options import RunFolder
+from m6.cli.options import RunFolder, existing_run
 
 _SHOWN = 20  # differences of two checkpoints
 
@@ -53,8 +53,11 @@ def delink(
 
 
 def verify(
-    first: Annotated[Path, typer.Argument(metavar="RUN_A", help="the folder of a run")],
-    second: Annotated[Path, typer.Argument(metavar="RUN_B", help="the folder of the run to compare it with")],
+    first: Annotated[Path, typer.Argument(metavar="RUN_A", help="the folder of a run", callback=existing_run)],
+    second: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_B", help="the folder of the run to compare it with", callback=existing_run),
+    ],
     step: Annotated[
         int | None, typer.Option(min=0, help="step of the checkpoints; default: the newest that both runs have")
     ] = None,

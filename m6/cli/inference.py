@@ -19,6 +19,7 @@ from m6.cli.options import (
     TopK,
     TopP,
     check_file,
+    check_model,
     check_utf8,
     open_picture,
     refuse_options,
@@ -122,6 +123,7 @@ def generate(
     elif (top_k or top_p) and not temperature:
         raise UserError("generate: --top-k and --top-p of texts need --temperature above 0; its default is 0")
     pictures = [open_picture(path) for path in image or ()]
+    check_model(run)
     from m6.generation.sampling import Sampling
     from m6.runs.processes import default_device
 
@@ -248,6 +250,7 @@ def classify(
         raise UserError(f"classify: --label: expected two or more different labels, found {', '.join(labels)}")
     read = [(text, context)] if texts is None else _read_texts(texts)
     pictures = [open_picture(path) for path in images or ()]
+    check_model(run)
     from m6.checkpoints.finetuning import is_exported
     from m6.checkpoints.loading import load_run_model
     from m6.config.run import load_config
@@ -321,6 +324,7 @@ def serve(
     for package in ("fastapi", "uvicorn", "python_multipart"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f'serve needs the package {package}: pip install "m6-recipes[serve]"')
+    check_model(checkpoint)
     from m6.generation.sampling import Sampling
     from m6.serving.server import draws
     from m6.serving.server import serve as serve_folder

@@ -15,13 +15,25 @@ from m6.files import why_unwritable
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+
+def existing_run(folder: Path) -> Path:
+    """Returns the folder of a run, before the import of torch and the model.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder / 'config.json'}: no such file")
+    return folder
+
+
 ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON, or the name of a shipped one, for example m6_smoke")]
 ConfigFiles = Annotated[list[Path], typer.Argument(help="JSONs of runs, or names of shipped ones")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="KEY.PATH=VALUE, overrides a value of the JSON; can be repeated"),
 ]
-RunFolder = Annotated[Path, typer.Argument(help="the folder of a run")]
+RunFolder = Annotated[Path, typer.Argument(help="the folder of a run", callback=existing_run)]
 NewRunFolder = Annotated[
     Path | None,
     typer.Option("--run-dir", help="folder of the run; default runs/NAME of the JSON; an existing run is resumed"),
@@ -53,6 +65,13 @@ def refuse_options(context: typer.Context, names: Iterable[str], reason: str) ->
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise UserError(f"{context.info_name}: --{name.replace('_', '-')} {reason}")
+
+
+def check_model(folder: Path) -> None:
+    """Raises UserError if a folder holds neither a run nor an exported model, before the import of torch."""
+    from m6.checkpoints.finetuning import is_exported
+
+    is_exported(folder)
 
 
 def check_utf8(context: typer.Context, *texts: str) -> None:

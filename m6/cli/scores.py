@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from m6.cli.options import check_file, check_report
+from m6.cli.options import RunFolder, check_file, check_model, check_report
 from m6.errors import UserError
 
 
@@ -91,13 +91,14 @@ def evaluate_tasks(
     check_file(out or run / "tasks.json", "the JSON file")
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError('evaluate-tasks needs the package lm_eval: pip install "m6-recipes[harness]"')
+    check_model(run)
     from m6.evaluation.harness.adapter import OWN_TASKS, write_scores
 
     print(write_scores(run, data, task or OWN_TASKS, out or run / "tasks.json", batch_size, max_rows))
 
 
 def downstream(
-    run: Annotated[Path, typer.Argument(help="the folder of a run")],
+    run: RunFolder,
     out: Annotated[Path | None, typer.Option(help="Markdown to write; default RUN/downstream.md")] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="most test rows of each source")] = 200,
 ) -> None:

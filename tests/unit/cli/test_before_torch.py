@@ -207,16 +207,14 @@ def test_a_wrong_value(without_torch: WithoutTorch, override: str, message: str)
 
 CORES = usable_cores()
 MOST_WORKERS = f"{max(16, 4 * CORES)} on {CORES} core{'' if CORES == 1 else 's'}"
+NO_MODEL = "no: neither a run nor an exported model (no readable config.json)"
 NOT_HERE = {
     "the JSON": (["pretrain", "no.json"], "no.json: no such file"),
     "the data folder": (
         ["pretrain", SMOKE, "--set", "m6.data.path=no"],
         'no/manifest.json does not exist; build a data set with "m6 data build ... --out no"',
     ),
-    "the initial model": (
-        ["finetune", "text_to_image", "--init", "no"],
-        "no: neither a run nor an exported model (no readable config.json)",
-    ),
+    "the initial model": (["finetune", "text_to_image", "--init", "no"], NO_MODEL),
     "ranks": (
         ["pretrain", SMOKE, "--set", "m6.training.ep_size=2"],
         "m6.training.ep_size 2 does not divide the world size 1; use a divisor of it",
@@ -237,6 +235,15 @@ NOT_HERE = {
         ["train-image-tokenizer", "no.json", "--out", "out"],
         "no.json: no such file",
     ),
+    "the run to evaluate": (["evaluate", "no"], "no/config.json: no such file"),
+    "the run to plot": (["plot", "no"], "no/config.json: no such file"),
+    "the run to export": (["export", "no", "--hf", "hf"], "no/config.json: no such file"),
+    "the run to delink": (["delink", "no", "--out", "real"], "no/config.json: no such file"),
+    "a run to compare": (["verify", "no", "not"], "no/config.json: no such file"),
+    "the run of a job": (["status", "no"], "no/config.json: no such file"),
+    "the model that writes": (["generate", "--checkpoint", "no", "x"], NO_MODEL),
+    "the model that draws": (["generate", "--checkpoint", "no", "--out", "a.png", "x"], NO_MODEL),
+    "the model of labels": (["classify", "--checkpoint", "no", "--label", "a", "--label", "b", "x"], NO_MODEL),
     "devices of a plan": (["plan", "m6t_100b", "--cluster", "no.json"], "no.json: no such file"),
 }
 
