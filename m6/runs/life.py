@@ -82,9 +82,10 @@ class LifeSigns:
         try:
             yield
         except RuntimeError as error:
-            of_connection, of_time = (
-                any(sign in str(error).lower() for sign in signs) for signs in (_OF_CONNECTIONS, _OF_TIME)
-            )
+            text = str(error).lower()
+            of_connection = any(sign in text for sign in _OF_CONNECTIONS)
+            # Not those of a kernel or of a data worker, which say nothing about the other ranks.
+            of_time = any(sign in text for sign in _OF_TIME) and ("gloo" in text or isinstance(error, dist.DistError))
             self._leaving.set()
             lost = self._lost(of_time) if of_connection and not isinstance(error, torch.OutOfMemoryError) else {}
             self._leave(str(error), list(lost))
