@@ -68,10 +68,9 @@ def refuse_options(context: typer.Context, names: Iterable[str], reason: str) ->
 
 
 def check_model(folder: Path) -> None:
-    """Raises UserError if a folder holds neither a run nor an exported model, before the import of torch."""
-    from m6.checkpoints.finetuning import is_exported
-
-    is_exported(folder)
+    """Raises UserError if there is no such folder of a run or of an exported model, before the import of torch."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: neither a run nor an exported model (no readable config.json)")
 
 
 def check_utf8(context: typer.Context, *texts: str) -> None:
