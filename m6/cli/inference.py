@@ -125,11 +125,12 @@ def generate(
     pictures = [open_picture(path) for path in image or ()]
     check_model(run)
     from m6.generation.sampling import Sampling
+
+    temperature = 0.0 if temperature is None and not is_text_to_image else temperature
+    sampling = Sampling(guidance, temperature, top_k, top_p, decoding, passes)
     from m6.runs.processes import default_device
 
     device = default_device()
-    temperature = 0.0 if temperature is None and not is_text_to_image else temperature
-    sampling = Sampling(guidance, temperature, top_k, top_p, decoding, passes)
     if not is_text_to_image:
         _write_texts(run, device, prompt, image or [], pictures, max_new_tokens, num_beams, sampling, seed)
         return
@@ -326,10 +327,11 @@ def serve(
             raise UserError(f'serve needs the package {package}: pip install "m6-recipes[serve]"')
     check_model(checkpoint)
     from m6.generation.sampling import Sampling
+
+    sampling = Sampling(guidance, temperature, top_k, top_p, decoding, passes)
     from m6.serving.server import draws
     from m6.serving.server import serve as serve_folder
 
-    sampling = Sampling(guidance, temperature, top_k, top_p, decoding, passes)
     if not draws(checkpoint):
         refuse_options(context, _FOR_SERVED_PICTURES, f"is for pictures, which the model of {checkpoint} does not draw")
     serve_folder(

@@ -1,19 +1,22 @@
-"""Sampling of image codes: settings, and random numbers of an image."""
+"""Sampling of image codes: settings, and random numbers of an image.
+
+The settings need no torch, so that a wrong value on the command line is told at once.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, get_args
+from typing import TYPE_CHECKING, Protocol, get_args
 
 import numpy as np
-import torch
-from torch import Tensor
-from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from m6.decoding import TEMPERATURE, Decoding, temperature_refusal
 from m6.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LARGEST = 1000.0  # with larger guidance logits could overflow
 
@@ -104,6 +107,9 @@ class Sampling:
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """Maps logits [B, K] to the sampling distribution of codes, fp64 [B, K]."""
+        import torch
+        from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+
         scores = self.tempered(scores)
         if self.effective_temperature == 0:
             return torch.nn.functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).double()
@@ -124,6 +130,8 @@ def uniform_numbers(seed: int, caption: str, index: int, number: int) -> Tensor:
         index: index of the image among the images of the caption.
         number: number of random numbers.
     """
+    import torch
+
     digest = hashlib.blake2b(f"{seed}/{index}/{caption}".encode(), digest_size=8).digest()
     generator = np.random.default_rng(int.from_bytes(digest, "little"))
     # Drawn in fp32: the product with the fp64 sum of all probabilities is then always less than the sum.
@@ -135,5 +143,7 @@ def draw_by_numbers(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
     A code of probability 0 is never drawn: the cumulative sum does not grow there.
     """
+    import torch
+
     sums = probabilities.cumsum(dim=-1)
     return torch.searchsorted(sums, (uniform * sums[:, -1]).unsqueeze(-1), right=True).squeeze(-1)

@@ -244,6 +244,14 @@ NOT_HERE = {
     "the model that writes": (["generate", "--checkpoint", "no", "x"], NO_MODEL),
     "the model that draws": (["generate", "--checkpoint", "no", "--out", "a.png", "x"], NO_MODEL),
     "the model of labels": (["classify", "--checkpoint", "no", "--label", "a", "--label", "b", "x"], NO_MODEL),
+    "a share of codes": (
+        ["generate", "--checkpoint", ".", "--out", "a.png", "--top-p", "2", "x"],
+        "top_p must be in (0, 1], found 2.0",
+    ),
+    "guidance of a service": (
+        ["serve", "--checkpoint", ".", "--guidance", "inf"],
+        "guidance_scale must be from 0 to 1000, found inf",
+    ),
     "devices of a plan": (["plan", "m6t_100b", "--cluster", "no.json"], "no.json: no such file"),
 }
 
