@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from offload.plan.timeline import StepTimes, predict_times
     from offload.plan.trace import Trace
     from offload.runtime.activations import ActivationOffload
-    from offload.runtime.dry_run import DryRuntime
+    from offload.runtime.dry_run import DryPass, DryRuntime
     from offload.runtime.experts import StreamedExperts
     from offload.runtime.runtime import OffloadRuntime
     from offload.runtime.updates import DelayedUpdate
@@ -34,6 +34,7 @@ __all__ = [
     "DelayedUpdate",
     "Device",
     "DeviceOutOfMemory",
+    "DryPass",
     "DryRuntime",
     "NextWeights",
     "OffloadRuntime",
@@ -64,6 +65,7 @@ _MODULES = {
     "CudaDevice": "devices.cuda",
     "Device": "devices.device",
     "DeviceOutOfMemory": "devices.device",
+    "DryPass": "runtime.dry_run",
     "DryRuntime": "runtime.dry_run",
     "DelayedUpdate": "runtime.updates",
     "NextWeights": "memory.layout",

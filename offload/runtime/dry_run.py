@@ -5,8 +5,10 @@ The model's code runs on PyTorch's fake tensors, and a meter counts the bytes of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,34 @@ from offload.plan.trace import Trace
 from offload.runtime.activations import ActivationOffload
 from offload.runtime.gradient_sums import GradientSums
 from offload.runtime.recorder import StepRecorder
+
+
+class _Use(NamedTuple):
+    """A use of a chunk, as ``StepRecorder.arrive`` gets it."""
+
+    chunk: int
+    backward: bool
+    pinned: tuple[int, ...]
+
+
+class _Level(NamedTuple):
+    """Memory at a time: the peak since the previous time, and the bytes that exist. Bytes may count from some begin."""
+
+    peak: int
+    total: int
+
+
+@dataclass(frozen=True)
+class DryPass:
+    """What a part of a step did, so that it can be repeated.
+
+    Attributes:
+        uses: of chunks, in their order.
+        levels: of memory at each use and at the end, less the bytes that existed at the begin.
+    """
+
+    uses: tuple[_Use, ...]
+    levels: tuple[_Level, ...]
 
 
 class DryRuntime:
@@ -52,7 +82,9 @@ class DryRuntime:
         self.activations = ActivationOffload(_NullDevice(storages), _NullBlock)
         self._pinned: list[int] = []
         self._sums = GradientSums(uses_at_once)
-        self._recorder = StepRecorder(_DryProbe(meter, constant_bytes - (meter.total - before)), uses_at_once)
+        self._probe = _DryProbe(meter, constant_bytes - (meter.total - before))
+        self._recorder = StepRecorder(self._probe, uses_at_once)
+        self._uses: list[_Use] = []
 
     def chunks_of(self, stack: str) -> list[Chunk]:
         """Returns a stack's chunks."""
@@ -78,9 +110,30 @@ class DryRuntime:
 
     def _arrive(self, chunk: Chunk, backward: bool) -> None:
         pinned = tuple(sorted({number for number in self._pinned if number != chunk.number}))
-        self._recorder.arrive(chunk.number, backward, pinned)
-        self._recorder.start()
+        self._record(_Use(chunk.number, backward, pinned))
         self._pinned.append(chunk.number)
+
+    def _record(self, use: _Use) -> None:
+        self._uses.append(use)
+        self._recorder.arrive(*use)
+        self._recorder.start()
+
+    def record(self, part: Callable[[], None]) -> DryPass:
+        """Runs a part of the step, and returns what it did."""
+        self._probe.note()
+        begin, num_uses, num_levels = self._probe.total, len(self._uses), len(self._probe.levels)
+        part()
+        self._probe.note()
+        levels = [_Level(peak - begin, total - begin) for peak, total in self._probe.levels[num_levels:]]
+        return DryPass(tuple(self._uses[num_uses:]), tuple(levels))
+
+    def repeat(self, done: DryPass) -> None:
+        """Records a part of the step again without running it. Its copies of activations are not counted again."""
+        begin = self._probe.total
+        for use, level in zip((*done.uses, None), done.levels, strict=True):
+            self._probe.pretend(begin + level.peak, begin + level.total)
+            if use is not None:
+                self._record(use)
 
     def trace(self) -> Trace:
         """Returns the recorded trace.
@@ -95,13 +148,35 @@ class DryRuntime:
 
 
 class _DryProbe:
-    """Takes memory from a meter, and measures no time."""
+    """Takes memory from a meter, and measures no time.
+
+    Attributes:
+        levels: the memory at each note.
+    """
 
     def __init__(self, meter: Meter, constant_bytes: int) -> None:
-        self._meter, self._constant_bytes = meter, constant_bytes
+        self._meter = meter
+        self._more_bytes = constant_bytes  # than the meter knows, also those of repeated passes
+        self._peak = 0
+        self.levels: list[_Level] = []
+
+    @property
+    def total(self) -> int:
+        return self._meter.total + self._more_bytes
+
+    def note(self) -> None:
+        """Notes the memory, and its peak since the last note."""
+        self.levels.append(_Level(self._meter.take_peak() + self._more_bytes, self.total))
+        self._peak = max(self._peak, self.levels[-1].peak)
+
+    def pretend(self, peak: int, total: int) -> None:
+        """Memory rose to a peak, and now there are ``total`` bytes."""
+        self._peak = max(self._peak, peak)
+        self._more_bytes += total - self.total
 
     def begin_moment(self, number: int) -> Peaks:
-        peak = self._meter.take_peak() + self._constant_bytes
+        self.note()
+        peak, self._peak = self._peak, 0
         return Peaks(peak, peak)
 
     def mark(self) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -33,6 +34,7 @@ from m6.training.sizes import BUCKET_NUMEL, full_row, scale_batch
 from offload import (
     CudaDevice,
     Device,
+    DryPass,
     DryRuntime,
     NextWeights,
     OptimizerSettings,
@@ -352,7 +354,7 @@ def dry_trace(
         passes = config.backward_passes(dims.world_size)
         traced = min(2, passes) if config.pipeline is None else passes
         if config.pipeline is not None:
-            run_pipeline(model, config, dims, batch)
+            run_pipeline(model, config, dims, batch, dry, repeats=not activations)
         elif at_once > 1:
             for _ in range(traced):
                 run_interleaved(model, at_once, batch)
@@ -402,12 +404,21 @@ def run_interleaved(model: M6ForConditionalGeneration, at_once: int, batch: Micr
     torch.stack([loss.sum() for loss in losses]).sum().backward()
 
 
-def run_pipeline(model: M6ForConditionalGeneration, config: RunConfig, dims: ParallelDims, batch: MicroBatch) -> None:
+def run_pipeline(
+    model: M6ForConditionalGeneration,
+    config: RunConfig,
+    dims: ParallelDims,
+    batch: MicroBatch,
+    dry: DryRuntime,
+    repeats: bool,
+) -> None:
     """Runs the forward and backward passes of a step of a pipeline.
 
     Args:
         model: with only the layers of this rank.
         batch: stands for every micro-batch.
+        repeats: run two micro-batches and repeat the passes of the second for all others. The first differs, because no
+            gradients exist before it. Offloaded activations do not allow it: a pass frees memory of the one before.
     """
     settings = config.pipeline
     assert settings is not None
@@ -417,12 +428,23 @@ def run_pipeline(model: M6ForConditionalGeneration, config: RunConfig, dims: Par
     micro_batches = config.accumulation_steps(dims.world_size)
     order = orders_of(settings.schedule, settings.num_ranks, micro_batches, settings.stages_per_rank())[place]
     kept: dict[tuple[int, int], list[Tensor]] = {}
+
+    def forward(number: int, micro_batch: int) -> None:
+        kept[number, micro_batch] = _forward(stages[number], config, batch)
+
+    def backward(number: int, micro_batch: int) -> None:
+        outputs = kept.pop((number, micro_batch))
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+    done: dict[tuple[bool, int], DryPass] = {}
     for kind, number, micro_batch in order:
-        if kind == "forward":
-            kept[number, micro_batch] = _forward(stages[number], config, batch)
-        elif kind != "weight":  # stages with offloaded experts compute all gradients at once
-            outputs = kept.pop((number, micro_batch))
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        if kind == "weight":  # stages with offloaded experts compute all gradients at once
+            continue
+        run = forward if kind == "forward" else backward
+        if repeats and micro_batch > 1:
+            dry.repeat(done[kind == "forward", number])
+        else:
+            done[kind == "forward", number] = dry.record(partial(run, number, micro_batch))
 
 
 def _stage(

@@ -9,7 +9,9 @@ import torch
 from m6.config.run import parse_config
 from m6.errors import UserError
 from m6.training.engine.build import build_model
+from m6.training.fake_world import fake_process_group
 from m6.training.loop import Trainer
+from m6.training.offloading import setup
 from tests.fixtures.offload_sections import ALL_HOST, SMALL, experts_of
 from tests.fixtures.tiny_run import tiny_document
 
@@ -70,6 +72,30 @@ def test_a_short_host_is_found_before_the_training(folder: Any, monkeypatch: pyt
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(UserError, match=r"the host's budget of 0.2375 MiB is too small: the experts need [\d.]+ MiB"):
         build_model(config, torch.device("cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "rank", "recomputes"),
+    [("1f1b", 0, True), ("1f1b", 1, False), ("zbv", 0, False), ("dualpipev", 1, True)],
+)
+def test_passes_of_a_pipeline_that_are_repeated_leave_the_trace_of_all(
+    folder: Any, schedule: str, rank: int, recomputes: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """To the byte; two micro-batches of four are run."""
+    document = tiny_document(folder, m6__offload=SMALL, m6__model__num_layers=4)
+    document["m6"]["parallel"] = {"pipeline": {"num_ranks": 2, "schedule": schedule}}
+    document["m6"]["training"]["activation_checkpointing"] = recomputes
+    config, run_pipeline, run = parse_config(document), setup.run_pipeline, setup._forward
+    passes: list[int] = []
+    monkeypatch.setattr(setup, "_forward", lambda *arguments: passes.append(1) or run(*arguments))
+    with fake_process_group(rank, 2):
+        found, _ = setup.dry_trace(config, None, torch.float32, 20_000, ())
+        assert len(passes) == 2 * len(config.pipeline.stages_of(rank))
+        monkeypatch.setattr(setup, "run_pipeline", lambda *arguments, repeats: run_pipeline(*arguments, repeats=False))
+        expected, _ = setup.dry_trace(config, None, torch.float32, 20_000, ())
+        assert len(passes) == (2 + 4) * len(config.pipeline.stages_of(rank))
+    assert found == expected
 
 
 def test_a_budget_below_the_nonmodel_memory_is_an_error_of_the_first_step(make_trainer: MakeTrainer):
