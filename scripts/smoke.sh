@@ -8,7 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
 run=${1:-runs/m6_smoke}
 options=("${@:2}")
-kill_at=60 # steps after which the first attempt is killed
+kill_at=${M6_SMOKE_KILL_AT:-60} # steps after which the first attempt is killed
 if [ $# -eq 0 ]; then
     rm -rf "$run"
 elif [ -e "$run" ]; then

@@ -37,9 +37,14 @@ PAGES = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=Tru
 
 @pytest.mark.slow
 def test_the_smoke_script(tmp_path: Path):
-    command = f"bash {ROOT}/scripts/smoke.sh {tmp_path}/run --set m6.training.total_steps=70"
-    assert "2 attempts" in execute(Block("bash", command), ROOT)
-    assert (tmp_path / "run" / "DONE").read_text().strip() == "70"
+    """With fewer steps, and a kill as in the whole run: after the switch and a checkpoint."""
+    changes = (
+        *("training.total_steps=14", "schedule.warmup_steps=4", "pseudo_to_real.switch_step=5"),
+        *("checkpoint.interval_steps=5", "logging.interval_steps=2"),
+    )
+    command = f"bash {ROOT}/scripts/smoke.sh {tmp_path}/run {' '.join(f'--set m6.{change}' for change in changes)}"
+    assert "2 attempts" in execute(Block("bash", command), ROOT, M6_SMOKE_KILL_AT="6")
+    assert (tmp_path / "run" / "DONE").read_text().strip() == "14"
 
 
 @pytest.mark.slow
