@@ -16,7 +16,7 @@ from tests.fixtures.tiny_run import tiny_document
 
 pytestmark = pytest.mark.slow
 
-STEPS = 4
+STEPS = 3
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_prototypes": 2}
 GROUPS = {"m6__parallel__tensor": tensor(2)}
 PARTS = {"m6__parallel__tensor": tensor(2, **TOKENS)}
@@ -28,9 +28,11 @@ LAYERS = {"m6__model__num_layers": 4}
 
 
 def document(folder: Path, stage: int = 1, **changes: Any) -> dict[str, Any]:
-    """A run with 8 micro-batches in a step, dropout, clipping, pictures and packed rows."""
-    changes = {"train_batch_size": 16, "m6__model__num_attention_heads": 4, "m6__data__packing": True, **changes}
-    return tiny_document(folder, **{"zero_optimization": {"stage": stage}, "gradient_clipping": 0.1, **changes})
+    """A run with 4 micro-batches in a step, dropout, clipping, pictures and packed rows."""
+    changes = {"m6__training__total_steps": STEPS, "gradient_clipping": 0.1, "m6__data__packing": True, **changes}
+    return tiny_document(
+        folder, **{"zero_optimization": {"stage": stage}, "m6__model__num_attention_heads": 4, **changes}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,6 @@ ON_HOST = {"zero_optimization__offload_optimizer": {"device": "cpu"}}
 
 # name -> (changes of the run, its layout on 4 ranks, ZeRO stage)
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    "experts": ({}, GROUPS, 1),
     "options": (
         {"m6__moe": {**ROUTING, "router_jitter": 0.1}, "m6__training__activation_checkpointing": True},
         # Whole parameters have copies on all ranks, which stay equal to the bit.
@@ -63,9 +64,6 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     ),
     "stages": ({"m6__moe": None, **LAYERS}, {**PARTS, "m6__parallel__pipeline": pipeline(2, "zbv")}, 1),
     "stages of experts": ({"m6__moe": ROUTING}, {**PARTS, **STAGES, **SPLIT}, 1),
-    "stages without a flush": ({"m6__gradient_delay": {"accept_loss": True}}, {**PARTS, **STAGES, **SPLIT}, 1),
-    "offloaded": ({"m6__offload": OFFLOAD}, {**PARTS, **SPLIT}, 1),
-    "offloaded stages": ({"m6__offload": OFFLOAD}, {**PARTS, **STAGES}, 0),
     "turns": (
         {"m6__moe": {**ROUTING, "router_jitter": 0.1}, "m6__model__moe_layer_frequency": 2, **LAYERS},
         {**PARTS, "m6__training__ep_size": 4, **TURNS},
@@ -76,7 +74,6 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         {**PARTS, **SPLIT, **TURNS},
         1,
     ),
-    "shared layers": ({"m6__moe": ROUTING, **SHARED, **LAYERS}, {**PARTS, **SPLIT}, 1),
     # Attention and norms alone are shared, whose gradients are means over their uses.
     "shared parts": (
         {
@@ -86,19 +83,14 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         {"m6__parallel__tensor": tensor(4, "2d")},
         0,
     ),
-    "shared layers in stages": ({**SHARED, **LAYERS}, {**GROUPS, **STAGES}, 1),
-    "optimizer on the host": ({}, {**GROUPS, **SPLIT, **ON_HOST}, 1),
     "optimizer on the host, ZeRO 2": ({"m6__moe": None}, {**GROUPS, **ON_HOST}, 2),
     "Muon": ({"m6__moe": ROUTING, **MUON}, {**PARTS, **SPLIT}, 1),
     "Muon, ZeRO 0": ({"m6__moe": ROUTING, **MUON}, GROUPS, 0),
     "Muon on a square, ZeRO 2": ({"m6__moe": None, **MUON}, {"m6__parallel__tensor": tensor(4, "2d")}, 2),
-    "Muon in stages": ({**MUON, **LAYERS}, {**GROUPS, **STAGES}, 1),
     "Muon one step late": ({**MUON, "m6__gradient_delay": {}, **LAYERS}, {**GROUPS, **STAGES}, 1),
-    "Lamb": ({"m6__moe": ROUTING, **LAMB}, {**PARTS, **SPLIT}, 1),
     "Lamb, ZeRO 0": (LAMB, GROUPS, 0),
     "Lars, ZeRO 2": ({"m6__moe": ROUTING, **LARS}, GROUPS, 2),
     "Lars on a square in one group": ({"m6__moe": None, **LARS}, {"m6__parallel__tensor": tensor(4, "2d")}, 1),
-    "Lars in stages": ({**LARS, **LAYERS}, {**GROUPS, **STAGES}, 1),
 }
 # 16 bits round the sums of different orders.
 ROUNDED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
@@ -139,7 +131,7 @@ def test_a_run_reports_what_one_rank_reports(trained: Path, name: str):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_checkpoint_is_that_of_one_rank(trained: Path, name: str):
-    """The same tensors, and values that four steps of an optimizer leave alike."""
+    """The same tensors, and values that the steps of an optimizer leave alike."""
     for key, error in state_errors(trained / name, trained / f"{name} alone").items():
         # AdamW divides by the root of squares: where a gradient is nearly 0, rounding decides the sign of the update.
         assert error < (2e-3 if key[1] == "weight" else 1e-5), key
