@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moe.precision import autocast_dtype
+from moe.autograd import autocast_dtype
 
 
 class DeferredGradient:

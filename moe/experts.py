@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from moe.activations import ACTIVATIONS
+from moe.autograd import autocast_dtype
 from moe.config import MoEConfig
 from moe.kernels.experts_op import Pairs, apply_experts
-from moe.precision import autocast_dtype
 
 
 class _FeedForward(nn.Module):

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe.autograd import without_autocast
 from moe.config import MoEConfig
 from moe.deferred_gradients import DeferredGradient, DeferredGradients, placeholder
 from moe.groups import best_groups, gather_groups, to_global_ids, view_prototypes
 from moe.losses import Sequences, load_balancing_losses, z_losses
 from moe.parts import SequenceSlice, load_balancing_loss_of_part
-from moe.precision import without_autocast
 
 
 class RoutingStats(NamedTuple):

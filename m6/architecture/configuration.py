@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from m6.architecture.auto_map import without_auto_map
+from m6.architecture.names import without_auto_map
 from m6.architecture.settings import MODEL_TYPE, ModelSettings
 from m6.errors import UserError, nearest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
+from m6.architecture.names import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 from m6.errors import UserError, nearest
 from m6.renamed import with_new_moe_keys
 from moe.config import MoEConfig

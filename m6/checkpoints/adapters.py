@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from m6.architecture.adapter_names import adapter_names, is_adapter, plain_name
+from m6.architecture.names import adapter_names, is_adapter, plain_name
 from m6.checkpoints.format import WEIGHT, CheckpointReader, WeightReader
 
 STATE = "lora"

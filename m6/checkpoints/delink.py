@@ -1,4 +1,4 @@
-"""``m6 delink``: writes a checkpoint of a Pseudo run as a Real run, without building a model."""
+"""A checkpoint of a Pseudo model read as one of the Real model, and ``m6 delink``, which writes it without a model."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from m6.architecture.sharing import Sharing
-from m6.checkpoints.delinked import STATE, is_pseudo, real_state, sharing_of
 from m6.checkpoints.discovery import open_needed
-from m6.checkpoints.format import SHARD_BYTES, WEIGHT, CheckpointReader, Fragment, Range, write_manifest, write_shards
+from m6.checkpoints.format import (
+    LATE_UPDATE,
+    SHARD_BYTES,
+    WEIGHT,
+    CheckpointReader,
+    Fragment,
+    Range,
+    write_manifest,
+    write_shards,
+)
 from m6.checkpoints.tokenizers import copy_kept_tokenizers
 from m6.config.run import load_config
 from m6.errors import UserError
@@ -21,6 +30,62 @@ from m6.files import sync, sync_folder, write_text
 from m6.lock import FolderLock
 from m6.runs.directory import CAPTIONS, INITIAL, LAST_CHECKPOINT, SOURCES, RunDirectory
 from m6.runs.processes import Runtime, on_main_rank
+
+STATE = "pseudo_to_real"
+"""The key of the phase (Pseudo or Real) in a checkpoint's state; absent in a run without a Pseudo phase."""
+
+
+def is_pseudo(reader: CheckpointReader) -> bool:
+    """Whether the checkpoint holds the weights of a Pseudo model."""
+    return reader.state.get(STATE, {}).get("stage") == "pseudo"
+
+
+class DelinkedReader(CheckpointReader):
+    """Reads a Pseudo model's checkpoint as the Real model's: each layer gets a copy of the shared weights.
+
+    Args:
+        folder: a complete checkpoint of a Pseudo model.
+        optimizer_state: ``copy``: each layer gets a copy of the moments. ``reset``: all moments are zero, and the
+            number of optimizer steps is 0.
+    """
+
+    def __init__(self, folder: Path, optimizer_state: str = "copy") -> None:
+        super().__init__(folder)
+        self.reset = optimizer_state == "reset"
+        self.sharing = sharing_of(self)
+        self._ranges = {
+            (real, kind): stored_ranges
+            for (name, kind), stored_ranges in self._ranges.items()
+            for real in self.sharing.real_names(name)
+        }
+        self.shapes = {key: stored_ranges[0].shape for key, stored_ranges in self._ranges.items()}
+        self.state = real_state(self.state, self.reset)
+
+    def read_into(self, name: str, kind: str, offset: int, target: Tensor) -> None:
+        """Fills ``target`` as in ``CheckpointReader``; after a reset moments are zeros."""
+        if self.reset and kind != WEIGHT:
+            target.zero_()
+        else:
+            super().read_into(name, kind, offset, target)
+
+
+def sharing_of(reader: CheckpointReader) -> Sharing:
+    """The weight sharing of the Pseudo model of a checkpoint."""
+    saved = reader.state[STATE]["sharing"]
+    return Sharing(saved["num_layers"], saved["num_groups"], tuple(saved["parts"]))
+
+
+def real_state(state: dict[str, Any], reset: bool) -> dict[str, Any]:
+    """Converts the state of a Pseudo checkpoint to a Real checkpoint's state at the same step."""
+    optimizer_step = 0 if reset else state["optimizer_step"]
+    if reset:  # late gradients are dropped with the moments
+        state = {key: value for key, value in state.items() if key != LATE_UPDATE}
+    return {
+        **state,
+        "optimizer_step": optimizer_step,
+        STATE: {**state[STATE], "stage": "real", "switch_step": state["step"]},
+    }
+
 
 # The weights and moments of one layer are divided into this many shards and pieces. The current shard, a copy of it in
 # the serializer and the current piece must together stay below two layers.

@@ -6,6 +6,8 @@
         manifest.json                all ranks' records, the training state, its own checksum; exists only when complete
 
 Files are independent of the layout of their run, so a run with any world size, ZeRO stage or ep_size can read them.
+
+The manifest also has the training state: the types of its known keys, and a message for a missing one.
 """
 
 from __future__ import annotations
@@ -19,16 +21,85 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from m6.checkpoints.state import TrainingState
 from m6.errors import UserError
 from m6.files import atomic_path, parse_object, reading, sha256, write_json
+from m6.validation import MAX_NUMBER, validate
+
+_Count = Annotated[int, Field(ge=0, le=int(MAX_NUMBER))]
+
+
+class _Part(BaseModel):
+    """A later version may add keys."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class _Sharing(_Part):
+    num_layers: int = Field(gt=0)
+    num_groups: int = Field(gt=0)
+    parts: list[str]
+
+
+class _Stage(_Part):
+    stage: Literal["pseudo", "real"]
+    switch_step: _Count | None
+    sharing: _Sharing
+    rule: dict[str, float | None] = {}
+
+
+class _Adapters(_Part):
+    rank: int = Field(gt=0)
+    alpha: float
+
+
+class _State(_Part):
+    """Tools write parts of a state, so no key is required here, see ``TrainingState``."""
+
+    step: _Count = 0
+    optimizer_step: _Count = 0
+    samples_seen: _Count = 0
+    tokens_seen: _Count = 0
+    tokenizer: str = ""
+    image_tokenizer: str | None = None
+    model: dict[str, Any] = {}
+    next_learning_rate: float | None = None
+    lora: _Adapters | None = None
+    any_world: dict[str, Any] | None = None
+    pseudo_to_real: _Stage | None = None
+    loss_scaler: dict[str, float] = {}
+    late_update: dict[str, float] | None = None
+
+
+class TrainingState(dict[str, Any]):
+    """The state of a checkpoint; to read a missing key is an error of its file.
+
+    Args:
+        values: the parsed JSON.
+        where: the file, for the message about a missing key.
+
+    Raises:
+        UserError: a value has another type than its key; the message names both.
+    """
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        try:
+            validate(_State, values, "state")
+        except UserError as error:
+            raise UserError(f"corrupt: {error}") from None
+        super().__init__(values)
+        self._where = where
+
+    def __missing__(self, key: str) -> Any:
+        raise UserError(f'{self._where}: corrupt: its state has no "{key}"')
+
 
 FORMAT = 2
 # The job scripts compute with 64 bits, so a step has at most 18 digits.

@@ -1,20 +1,25 @@
-"""Initial weights for fine-tuning, from another run or from an exported model."""
+"""The start of an attempt: from its newest checkpoint, from the weights of another model or export, or random."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from m6.checkpoints.discovery import open_needed
+from m6.checkpoints.discovery import check_tokenizer_unchanged, complete_checkpoints, open_needed
 from m6.checkpoints.finetuning import is_exported
 from m6.checkpoints.format import WEIGHT, CheckpointReader, WeightReader, no_progress
 from m6.checkpoints.loading import as_plain_model, newest_complete_checkpoint, open_exported
+from m6.config.run import RunConfig
+from m6.data.pretraining import PretrainingData
 from m6.errors import UserError
+from m6.runs.data import check_sources_are_read, check_sources_unchanged, data_warnings
 from m6.runs.directory import RunDirectory
+from m6.runs.environment import misplacement
 from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
 
 
@@ -78,3 +83,32 @@ class ExportedWeights(WeightReader):
 
 def _open_checkpoint(run: Path, on_file: Callable[[], object]) -> CheckpointReader:
     return as_plain_model(open_needed(RunDirectory(run).checkpoints, on_file))
+
+
+def check_start(config: RunConfig, run: RunDirectory, data: PretrainingData, restart: bool) -> None:
+    """Checks whether the attempt can continue its newest checkpoint, or begin with its initial weights; writes nothing.
+
+    Args:
+        restart: the attempt begins at step 0, whatever the run holds.
+
+    Raises:
+        UserError: the checkpoint was trained with another tokenizer or on other data, the initial weights are missing,
+            or a new run names a source but does not read it.
+    """
+    if complete_checkpoints(run.checkpoints) and not restart:
+        check_tokenizer_unchanged(run.checkpoints, data.tokenizer.fingerprint)
+        check_sources_unchanged(run.root, data)
+        return
+    check_sources_are_read(data)
+    if config.m6.init is not None:
+        check_initial_weights(config.m6.init, data.tokenizer)
+
+
+def warn_at_start(config: RunConfig, data: PretrainingData, nodes: Sequence[str]) -> None:
+    """Warns of likely mistakes: a placement of ranks unlike the planner's, and data lost to the model.
+
+    Args:
+        nodes: the name of each rank's node.
+    """
+    for problem in filter(None, (misplacement(config, nodes), *data_warnings(config, data))):
+        print(f"warning: {problem}", file=sys.stderr)

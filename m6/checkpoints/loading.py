@@ -12,7 +12,7 @@ from torch import Tensor
 
 from m6.architecture.settings import ModelSettings
 from m6.checkpoints.adapters import MergedReader, is_adapted
-from m6.checkpoints.delinked import DelinkedReader, is_pseudo
+from m6.checkpoints.delink import DelinkedReader, is_pseudo
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.finetuning import is_exported
 from m6.checkpoints.format import COUNTER, FLOATS, WEIGHT, CheckpointReader, WeightReader, open_weights

@@ -137,8 +137,8 @@ def generate(
     equal = num * max(Counter(texts).values())
     if temperature == 0 and equal > 1:
         print(f"warning: with --temperature 0 the {equal} pictures of a caption are equal", file=sys.stderr)
+    from m6.generation.drawing import Repaint
     from m6.generation.pipeline import M6TextToImagePipeline
-    from m6.generation.repaint import Repaint
 
     repaint = None if box is None else Repaint(pictures[0], box)
     pipeline = M6TextToImagePipeline.from_pretrained(run, device)

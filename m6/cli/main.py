@@ -137,7 +137,7 @@ def _train(
 
     check_machine(settings)
     check_memory(settings, world_size, ranks_per_node(world_size))
-    from m6.checkpoints.start import check_start, warn_at_start
+    from m6.checkpoints.initial import check_start, warn_at_start
     from m6.runs.data import open_data
     from m6.training.stages.stage import finished_pseudo_stage
 
@@ -275,7 +275,7 @@ def plot(
     if experts:
         from m6.plots.experts import plot_experts as draw
     elif memory:  # needs the model; its import takes seconds
-        from m6.plots.memory import plot_memory as draw
+        from m6.plots.plans import plot_memory as draw
     else:
         from m6.plots.run import plot_run as draw
     if out is not None:

@@ -168,7 +168,7 @@ def frontier(
     from m6.planning.reports import layout_table
     from m6.planning.search.planner import device_counts
     from m6.planning.search.planner import frontier as find
-    from m6.plots.frontier import draw_frontier, draw_losses
+    from m6.plots.plans import draw_frontier, draw_losses
 
     planner = make(None)
     plans = find(lambda part: make(part.num_devices), planner.cluster, device_counts(planner.cluster))
@@ -194,7 +194,7 @@ def _compare_recipes(makes: dict[str, Callable[[int | None], Planner]], days: fl
     from m6.errors import UserError
     from m6.planning.recipes import PricedRecipe, budgets, recipes_report
     from m6.planning.search.planner import curve, device_counts
-    from m6.plots.frontier import draw_losses
+    from m6.plots.plans import draw_losses
 
     if days is None:
         raise UserError(f"{', '.join(makes)}: several configurations are compared by what they learn; add --days")

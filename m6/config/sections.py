@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from m6.architecture.adapter_names import AdapterTarget
+from m6.architecture.names import AdapterTarget
 from m6.architecture.sharing import PARTS, SharedPart, Sharing
 from m6.config.batch_ramp import BatchRampStage
 from m6.config.communication import CommunicationSettings

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m6.architecture.special_tokens import IGNORED_LABEL, SOURCE, TARGET
+from m6.architecture.names import IGNORED_LABEL, SOURCE, TARGET
 from m6.data.objectives import Example
 from m6.tokenizers.pictures import pixel_values
 from m6.tokenizers.text import M6Tokenizer

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from m6.architecture.special_tokens import IGNORED_LABEL
+from m6.architecture.names import IGNORED_LABEL
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.finetuning import is_exported
 from m6.checkpoints.format import CheckpointReader, step_folder

@@ -20,9 +20,8 @@ from m6.config.checks import check_captions, check_codes_fit, unknown_characters
 from m6.data.captions import SeenCaptions
 from m6.data.pictures import to_bytes
 from m6.errors import UserError
-from m6.generation.drawing import Draft, draw_codes, num_steps, resolve_sampling
+from m6.generation.drawing import Draft, Repaint, draw_codes, num_steps, resolve_sampling
 from m6.generation.likelihood import caption_scores
-from m6.generation.repaint import Repaint
 from m6.generation.sampling import Sampling
 from m6.runs.data import kept_captions, write_captions
 from m6.tokenizers.image import ImageTokenizer

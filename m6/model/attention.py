@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from m6.architecture.names import TARGET
 from m6.architecture.settings import ModelSettings
-from m6.architecture.special_tokens import TARGET
 from m6.model.slices import SliceCache
 from moe.deferred_gradients import DeferredLinear
 

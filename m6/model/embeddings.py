@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from m6.architecture.names import IMAGE, SOURCE, TARGET
 from m6.architecture.settings import ModelSettings
-from m6.architecture.special_tokens import IMAGE, SOURCE, TARGET
 from m6.errors import UserError
 from m6.model.patch_encoders import build_patch_encoder
 

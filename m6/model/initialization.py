@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from m6.architecture.adapter_names import DOWN, UP
+from m6.architecture.names import DOWN, UP
 from m6.architecture.settings import ModelSettings
 from m6.model.patch_encoders import EfficientNetPatchEncoder
 

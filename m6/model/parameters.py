@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from m6.architecture.adapter_names import AdapterTarget
+from m6.architecture.names import AdapterTarget
 from m6.architecture.settings import ModelSettings
 from m6.architecture.sharing import SharedPart, Sharing
 from m6.model.embeddings import NUM_SEGMENTS

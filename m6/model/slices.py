@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from m6.architecture.special_tokens import TARGET
-from moe.custom_gradient import custom_gradient
+from m6.architecture.names import TARGET
+from moe.autograd import custom_gradient
 from moe.parts import SequenceSlice, SequenceSlices
 
 

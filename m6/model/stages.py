@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from m6.architecture.special_tokens import IGNORED_LABEL
+from m6.architecture.names import IGNORED_LABEL
 from m6.model.attention import Rotation, prefix_lm_mask
 from m6.model.blocks import BlockOutput, M6Block, run_blocks, seed_layer
 from m6.model.modeling import M6ForConditionalGeneration
@@ -146,7 +146,7 @@ class ModelStage(nn.Module):
         dropout_seed: int | None,
         past: SliceCache | None = None,
     ) -> tuple[Tensor, M6Output]:
-        """Runs the layers on whole rows, or on slices of T tokens, see ``m6.training.engine.slices``.
+        """Runs the layers on whole rows, or on slices of T tokens, see ``m6.training.engine.sliced_pipeline``.
 
         Args:
             hidden_states: [B, S, D], or [B, T, D]; None in the first stage.

@@ -3,7 +3,7 @@
 Hidden states between layers are replicated; with sequence parallelism (arXiv 2205.05198) each rank has a part of the
 tokens. The dense feed-forward may have any placement. Attention and shared experts always have the one-dimensional one:
 heads and hidden units are sharded. The rows of the token embedding, which is the head's matrix, are divided too. Tokens
-of routed experts are divided over the ranks, see ``moe.shared_tokens``.
+of routed experts are divided over the ranks, see ``moe.expert_parallel``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from m6.model.modeling import M6ForConditionalGeneration
 from m6.model.outputs import Head, log_sums, losses_by_codebook
 from m6.model.placements import BY_NAME, OF_TOKENS, ONE, Division, Grid, OwnGroup, Placement, ProductPlacement, Shard
 from moe.activations import ACTIVATIONS
-from moe.custom_gradient import custom_gradient, same
+from moe.autograd import custom_gradient, same
 from moe.experts import SharedExperts
 
 

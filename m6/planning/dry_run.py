@@ -29,9 +29,8 @@ from m6.training.engine.runner import PlainRunner
 from m6.training.engine.updater import Update
 from m6.training.fake_world import FakeWorld, fake_batch, fake_process_group, fake_tensors
 from m6.training.mesh import ParallelDims
-from m6.training.sizes import full_row, scale_batch
+from m6.training.sizes import full_row, scale_batch, storage_bytes
 from m6.training.stages.stage import Stage
-from m6.training.storages import storage_bytes
 from m6.training.train_step import TrainStep
 from moe import MoELayer
 from moe.exchange_traffic import exchange_traffic

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
+from m6.architecture.names import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 from m6.tokenizers.text import M6Tokenizer, load_text_tokenizer
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.image_processing_backends import PilBackend
 from transformers.image_transforms import to_pil_image
 
-from m6.architecture.auto_map import without_auto_map
-from m6.architecture.special_tokens import IGNORED_LABEL, IMAGE, SOURCE, TARGET
+from m6.architecture.names import IGNORED_LABEL, IMAGE, SOURCE, TARGET, without_auto_map
 from m6.errors import UserError, nearest
 from m6.tokenizers.pictures import RESAMPLE, square_rgb
 from m6.tokenizers.text import M6Tokenizer

@@ -15,8 +15,7 @@ from typing import Any
 import sentencepiece
 from transformers import AddedToken, PreTrainedTokenizer
 
-from m6.architecture.auto_map import without_auto_map
-from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
+from m6.architecture.names import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS, without_auto_map
 from m6.errors import DAMAGED, UserError
 from m6.files import atomic_path, check_readable
 

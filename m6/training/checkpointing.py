@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from m6.architecture.adapter_names import is_adapter
+from m6.architecture.names import is_adapter
 from m6.checkpoints.adapters import BaseWeights
 from m6.checkpoints.discovery import complete_checkpoints, remove_checkpoint, remove_half_written
 from m6.checkpoints.format import (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from m6.architecture.special_tokens import IGNORED_LABEL
+from m6.architecture.names import IGNORED_LABEL
 from m6.data.pretraining import PretrainingData
 from m6.training.engine.engine import Engine
 from m6.training.mesh import ParallelDims

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from m6.architecture.special_tokens import IGNORED_LABEL, IMAGE, TARGET
+from m6.architecture.names import IGNORED_LABEL, IMAGE, TARGET
 from m6.config.run import RunConfig
 from m6.data.collate import MicroBatch
 from m6.model import outputs

@@ -41,11 +41,17 @@ from m6.training.reporting.interval import IntervalReport
 from m6.training.reporting.nonfinite import NonfinitePolicy, find_nonfinite_weights
 from m6.training.reporting.ranks import RankTimes
 from m6.training.reporting.sums import StepOutcome
-from m6.training.schedule import NEXT_RATE, changed_rate, scheduled_rate
 from m6.training.sizes import BatchShape
 from m6.training.stages.metrics import StageMetrics
 from m6.training.stages.stage import Stage
-from m6.training.train_step import AsyncTrainStep, TrainStep, micro_batch_numbers
+from m6.training.train_step import (
+    NEXT_RATE,
+    AsyncTrainStep,
+    TrainStep,
+    changed_rate,
+    micro_batch_numbers,
+    scheduled_rate,
+)
 
 if TYPE_CHECKING:
     from m6.training.reporting.samples import SampleGrids

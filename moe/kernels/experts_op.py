@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, library
 
 from moe.activations import ACTIVATIONS
+from moe.autograd import without_autocast
 from moe.kernels.products import choose_products
-from moe.precision import without_autocast
 
 
 class Pairs(NamedTuple):

@@ -18,8 +18,8 @@ from offload.devices.meter import Meter
 from offload.memory.layout import Chunk, Stack, cut
 from offload.plan.trace import Trace
 from offload.runtime.activations import ActivationOffload
-from offload.runtime.gradient_sums import GradientSums
 from offload.runtime.recorder import StepRecorder
+from offload.runtime.updates import GradientSums
 
 
 class _Use(NamedTuple):

@@ -11,8 +11,8 @@ from torch import Tensor
 from offload.devices.device import Buffer, Device, Event
 from offload.memory.host_memory import HostBlock
 from offload.memory.layout import plane_tensors, plane_values
-from offload.runtime.gradient_sums import GradientSums
 from offload.runtime.slots import WEIGHT, Slot, accumulate
+from offload.runtime.updates import GradientSums
 from offload.runtime.workers import HostWorkers, Job
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS
+from m6.architecture.names import NUM_SPECIAL_TOKENS
 from m6.config.run import parse_config
 from m6.data.collate import IGNORED_LABEL, MicroBatch
 from m6.data.objectives import OBJECTIVES

@@ -24,7 +24,7 @@ from m6.data.collate import MicroBatch
 from m6.model.outputs import M6Output
 from m6.planning.cost.schedules import StageSeconds, run_clock, waits_of_equal_stages
 from m6.training.engine.async_pipeline import AsyncPipelineRunner
-from m6.training.engine.pipeline_schedule import NumberedStage
+from m6.training.engine.pipeline import NumberedStage
 from m6.training.pass_orders import Pass
 from scripts.benchmarks.record import ROOT, Recorder
 

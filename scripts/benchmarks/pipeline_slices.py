@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from m6.config.run import RunConfig, load_config
 from m6.planning.cost.schedules import StageSeconds, run_clock
-from m6.training.engine.slices import slice_tokens
+from m6.training.engine.sliced_pipeline import slice_tokens
 from m6.training.pass_orders import Pass, sliced_orders
 from scripts.benchmarks.pipeline_bubbles import causal_batch, part_of_loss, recording
 from scripts.benchmarks.record import ROOT, Recorder
@@ -104,7 +104,7 @@ def _measure(rank: int, ranks: int, port: int, results: Any) -> None:
     torch.set_num_threads(1)
     from m6.runs.processes import start
     from m6.training.engine.build import build_engine
-    from m6.training.engine.slices import SliceChoice
+    from m6.training.engine.sliced_pipeline import SliceChoice
 
     runtime, chosen = start(), SliceChoice.cuts
     for micro_batches, slices in ((1, 1), *((MICRO_BATCHES, slices) for slices in SLICES)):

@@ -29,9 +29,8 @@ from m6.runs.processes import start
 from m6.runs.signals import Requests
 from m6.training.checkpointing import Checkpointer
 from m6.training.engine.build import build_engine
-from m6.training.sizes import BatchShape
+from m6.training.sizes import BatchShape, SavedTensors, new_storages, storage_bytes
 from m6.training.stages.stage import Stage
-from m6.training.storages import SavedTensors, new_storages, storage_bytes
 from m6.training.train_step import TrainStep
 
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from m6.config.run import RunConfig, parse_config
 from m6.data.collate import MicroBatch
 from m6.runs.processes import start
-from m6.training.engine import async_pipeline, clipping
+from m6.training.engine import async_pipeline, norms
 from m6.training.engine.async_pipeline import AsyncPipelineRunner
 from m6.training.engine.build import build_engine
 from m6.training.engine.engine import Engine
@@ -81,7 +81,7 @@ def error_of(each: dict[str, Any], dtype: torch.dtype) -> float:
         engine.module.double()
         if runner._copy is not None:
             runner._copy.data = runner._copy.data.double()
-        clipping._sum_of_squares = _sum_in_float64
+        norms._sum_of_squares = _sum_in_float64
     expected = expected_weights(json.dumps(each), engine._mesh.dims.dp)
     train_engine(engine, config, dtype)
     error = torch.tensor(largest_error(engine, expected))

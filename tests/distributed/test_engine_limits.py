@@ -18,7 +18,7 @@ from m6.runs.processes import start
 from m6.training.deepspeed_private import base_optimizer
 from m6.training.engine.build import build_engine
 from m6.training.engine.engine import Engine
-from m6.training.storages import storage_bytes
+from m6.training.sizes import storage_bytes
 from tests.distributed.spawn import run_distributed
 from tests.fixtures.tiny_run import tiny_document
 

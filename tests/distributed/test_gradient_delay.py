@@ -22,11 +22,11 @@ from m6.config.run import RunConfig, parse_config
 from m6.data.collate import MicroBatch
 from m6.runs.data import open_data
 from m6.runs.processes import start
-from m6.training.engine import clipping
+from m6.training.engine import norms
 from m6.training.engine.build import build_engine, build_model
-from m6.training.engine.delayed_gradients import DelayedGradients
 from m6.training.engine.engine import Engine
 from m6.training.engine.optimizer import build_optimizer
+from m6.training.engine.updater import DelayedGradients
 from offload.runtime.updates import Updates
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_any_world import train_in_any_precision
@@ -172,7 +172,7 @@ def error_of(document: dict[str, Any], dtype: torch.dtype, world_size: int) -> f
     engine = build_engine(config, runtime)
     if dtype == torch.float64:
         engine.module.double()
-        clipping._sum_of_squares = _sum_in_float64
+        norms._sum_of_squares = _sum_in_float64
     expected = expected_weights(json.dumps(document), world_size)
     train_engine(engine, config, runtime.rank, world_size, dtype)
     return largest_error(engine, expected)

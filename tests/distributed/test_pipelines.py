@@ -124,7 +124,7 @@ def compare_partitions(base: dict[str, Any], tolerance: float) -> None:
     from m6.training import deepspeed_private
     from m6.training.deepspeed_private import expert_group, is_expert
     from m6.training.engine.build import build_engine
-    from m6.training.engine.clipping import PartGroups, gradient_norm, partition_norm
+    from m6.training.engine.norms import PartGroups, gradient_norm, partition_norm
     from m6.training.engine.reducer import PipelineGradients
 
     deepspeed_private.BUCKET_ELEMENTS = 1000  # several messages, which end inside of parameters

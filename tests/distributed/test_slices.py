@@ -12,8 +12,8 @@ from m6.data.collate import MicroBatch
 from m6.model.slices import SliceKeys, valid_cuts
 from m6.model.stages import ModelStage
 from m6.runs.data import open_data
-from m6.training.engine import slices as costs
-from m6.training.engine.slices import SliceChoice
+from m6.training.engine import sliced_pipeline as costs
+from m6.training.engine.sliced_pipeline import SliceChoice
 from m6.training.pass_orders import sliced_orders
 from scripts.benchmarks.pipeline_bubbles import recording
 from tests.distributed.alike import TOLERANCE, reported
@@ -52,7 +52,7 @@ def whole_gradients(model: Any, batches: Sequence[MicroBatch], loss: Any) -> dic
 
 def sliced_gradients(model: Any, batches: Sequence[MicroBatch], cuts: Sequence[list[int]]) -> dict[str, torch.Tensor]:
     """Of slices in one process, in the plainest order."""
-    from m6.training.engine.slices import slices_of
+    from m6.training.engine.sliced_pipeline import slices_of
 
     layers, table = range(model.config.num_layers), model.model.embeddings.tokens.weight
     stage = ModelStage(model, layers, table).train()

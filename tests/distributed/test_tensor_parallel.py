@@ -136,7 +136,7 @@ def compare_gradients(base: dict[str, Any], placements: list[dict[str, Any]]) ->
         volume_of_feed_forward,
         volume_of_vocabulary,
     )
-    from m6.architecture.special_tokens import IGNORED_LABEL
+    from m6.architecture.names import IGNORED_LABEL
     from m6.config.run import parse_config
     from m6.model.tensor import DividedFFN, ShardedEmbedding, ShardedLinear
     from m6.runs.data import open_data

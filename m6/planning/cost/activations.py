@@ -22,8 +22,7 @@ from m6.config.run import RunConfig
 from m6.model.attention import LONGEST_PRODUCTS
 from m6.model.patch_encoders import build_patch_encoder
 from m6.planning.cost.layout import ParallelLayout
-from m6.training.sizes import FP32, BatchShape, Precision
-from m6.training.storages import SavedTensors
+from m6.training.sizes import FP32, BatchShape, Precision, SavedTensors
 from moe.config import MoEConfig
 
 _INT64 = 8

@@ -126,7 +126,7 @@ class ExpertStore:
         return first + (number - 1) * (copied + total) + total + (_DEVICE_NORM_BYTES if on_device else 0)
 
     def sum_bytes(self, at_once: int) -> int:
-        """Bytes of a parameter's gradient sum held on the device, see ``offload.runtime.gradient_sums``.
+        """Bytes of a parameter's gradient sum held on the device, see ``offload.runtime.updates``.
 
         Args:
             at_once: interleaved micro-batches.

@@ -29,7 +29,7 @@ from m6.planning.cost.layout import ParallelLayout, is_asynchronous
 from m6.planning.machine.cluster import rate
 from m6.planning.search.planner import Planner
 from m6.planning.search.results import PricedLayout, Rejection, SearchResult
-from m6.training.engine.slices import slice_tokens, slice_work
+from m6.training.engine.sliced_pipeline import slice_tokens, slice_work
 
 # Usual choices: the densities and the rank of scripts/experiments/gradient_bytes.
 _CHOICES = (

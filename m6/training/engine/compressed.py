@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from m6.checkpoints.format import Fragment, WeightReader
 from m6.config.run import RunConfig
 from m6.training.deepspeed_private import is_expert, take_gradient
+from m6.training.engine.norms import norms_of
 from m6.training.engine.reducer import GradientReducer, PipelineGradients
-from m6.training.engine.tensor_norms import norms_of
 from m6.training.mesh import Mesh
 from m6.training.reduction.messages import ring_bytes
-from m6.training.reduction.reducer import Reducer, gradient_tensor
-from m6.training.reduction.residuals import load_residuals, residual_fragments
+from m6.training.reduction.reducer import Reducer, gradient_tensor, load_residuals, residual_fragments
 from m6.training.sizes import FP32
 
 _FACTORS = "powersgd_q"

@@ -27,13 +27,13 @@ from m6.training.engine.updater import StageUpdater, Update, Updater, ZeroUpdate
 from m6.training.mesh import Mesh
 from m6.training.optimizers import DTYPES
 from m6.training.replicas import Replicated
-from m6.training.storages import storage_bytes
+from m6.training.sizes import storage_bytes
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+    from m6.training.engine.fragments import DividedMatrices
     from m6.training.engine.pipeline import PipelineRunner
-    from m6.training.engine.tensor import DividedMatrices
     from m6.training.offloading.experts import OffloadedExperts
 
 
@@ -360,7 +360,7 @@ def _reducer(config: RunConfig, mesh: Mesh, module: nn.Module, offloaded: Offloa
 def _divided_matrices(mesh: Mesh, module: nn.Module) -> DividedMatrices | None:
     if mesh.tensor is None:
         return None
-    from m6.training.engine.tensor import DividedMatrices
+    from m6.training.engine.fragments import DividedMatrices
 
     return DividedMatrices(mesh, module)
 

@@ -13,8 +13,8 @@ from m6.architecture.configuration import M6Config
 from m6.config.deepspeed import DeepSpeedSettings
 from m6.model.parameters import matrices_of_blocks, parameter_groups
 from m6.training.deepspeed_private import is_expert
-from m6.training.engine import tensor_norms
-from m6.training.engine.tensor_norms import TensorLayout
+from m6.training.engine import norms
+from m6.training.engine.norms import TensorLayout
 
 
 def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, fused: bool = True) -> torch.optim.Optimizer:
@@ -53,7 +53,7 @@ def build_optimizer(model: nn.Module, settings: DeepSpeedSettings, fused: bool =
         return Adafactor(groups, lr=params["lr"], beta2_decay=params["beta2_decay"], d=params["clipping_threshold"])
     adamw = {name: params[name] for name in ("lr", "betas", "eps") if name in params}
     if settings.optimizer_type in ("Lamb", "Lars"):
-        layouts = tensor_norms.layouts_of([*model.parameters()])
+        layouts = norms.layouts_of([*model.parameters()])
         if settings.optimizer_type == "Lamb":
             return Lamb(groups, layouts, **adamw)
         return Lars(groups, layouts, **{name: params[name] for name in ("lr", "momentum", "trust_coefficient")})
@@ -76,7 +76,7 @@ def follow_partitions(optimizer: Any, zero: Any, model: nn.Module, settings: Dee
 
         optimizer.layouts = layouts_in_zero(zero, matrices_of_blocks(model, cast(M6Config, model.config)))
     elif settings.optimizer_type in ("Lamb", "Lars"):
-        optimizer.layouts = tensor_norms.layouts_in_zero(zero)
+        optimizer.layouts = norms.layouts_in_zero(zero)
 
 
 class Adafactor(torch.optim.Adafactor):

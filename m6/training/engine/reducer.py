@@ -93,7 +93,7 @@ class GradientReducer:
 
     def load(self, reader: WeightReader) -> None:
         """See ``Engine.load_residuals``."""
-        from m6.training.reduction.residuals import load_residuals
+        from m6.training.reduction.reducer import load_residuals
 
         load_residuals(reader, {}, self._mesh.dims.dp_rank, self._mesh.dims.dp)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from m6.config.run import RunConfig
 from m6.training.engine.engine import Engine
-from m6.training.engine.tensor_norms import norms_of
+from m6.training.engine.norms import norms_of
 from m6.training.engine.updater import Update
 
 

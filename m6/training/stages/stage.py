@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from m6.architecture.sharing import Sharing
-from m6.checkpoints.delinked import STATE, DelinkedReader, is_pseudo
+from m6.checkpoints.delink import STATE, DelinkedReader, is_pseudo
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
 from m6.config.run import RunConfig

@@ -42,8 +42,8 @@ from m6.lock import FolderLock
 from m6.model.patch_encoders import check_patch_encoder
 from m6.tokenizers.image.base import ImageTokenizer
 from m6.tokenizers.image.modeling import M6ImageTokenizer, ResBlock
-from m6.training.engine.clipping import PartGroups, gradient_norm, shrink
 from m6.training.engine.muon import MatrixKind, MatrixLayout, Muon, MuonShard
+from m6.training.engine.norms import PartGroups, gradient_norm, shrink
 
 FINAL_LR_RATIO = 0.1
 _ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0}

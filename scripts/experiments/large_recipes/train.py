@@ -42,8 +42,8 @@ from m6.runs.directory import RunDirectory
 from m6.runs.processes import Runtime, start
 from m6.training.loop import Trainer
 from moe import MoELayer
+from moe.autograd import custom_gradient
 from moe.config import DispatchDtype
-from moe.custom_gradient import custom_gradient
 from moe.dispatch import LocalDispatcher
 from moe.dispatch_dtype import CODECS, Codec
 from moe.experts import Experts

@@ -8,9 +8,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from m6.config.deepspeed import split_deepspeed
+from m6.config.deepspeed import DeepSpeedSections, split_deepspeed
 from m6.config.deepspeed_ignored import REFUSED
-from m6.config.deepspeed_sections import DeepSpeedSections
 from m6.errors import UserError
 
 BASE: dict[str, Any] = {

@@ -12,11 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from m6.corpus import stages
-from m6.corpus.launch import make_corpus
+from m6.corpus.launch import check_jobs_ended, make_corpus
 from m6.corpus.output import load_record
 from m6.corpus.plan import Part, make_plan
 from m6.corpus.reading import read_part
-from m6.corpus.slurm import check_jobs_ended
 from m6.corpus.stages import STAGES, run_task, unfinished
 from m6.corpus.work import prepare, work_folder
 from m6.data.manifest import Manifest

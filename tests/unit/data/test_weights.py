@@ -1,6 +1,6 @@
 import pytest
 
-from m6.checkpoints.start import check_start
+from m6.checkpoints.initial import check_start
 from m6.config.run import parse_config
 from m6.data.manifest import Manifest, Origin, Shard, SourceEntry, SplitEntry
 from m6.data.objectives import ObjectivesSettings

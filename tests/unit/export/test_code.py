@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 from m6.export import export_hf
-from m6.export.code import AUTO_MAP, ENTRY, PACKAGES, flat_modules, rewrite_imports, write_code
+from m6.export.folder import AUTO_MAP, ENTRY, PACKAGES, flat_modules, rewrite_imports, write_code
 from m6.model import M6ForConditionalGeneration
 from m6.tokenizers import M6Processor
 from tests.fixtures.fabricated_run import run_document, write_run

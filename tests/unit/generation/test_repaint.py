@@ -6,8 +6,7 @@ import torch
 from PIL import Image
 
 from m6.errors import UserError
-from m6.generation.drawing import HIDDEN
-from m6.generation.repaint import Repaint
+from m6.generation.drawing import HIDDEN, Repaint
 from m6.tokenizers.image import ImageTokenizerConfig, M6ImageTokenizer
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from m6.architecture.names import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 from m6.architecture.settings import ModelSettings
-from m6.architecture.special_tokens import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS
 from m6.errors import UserError
 from m6.model import M6Config, M6ForConditionalGeneration, num_parameters
 

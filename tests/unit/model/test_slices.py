@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m6.architecture.special_tokens import IGNORED_LABEL, IMAGE, SOURCE, TARGET
+from m6.architecture.names import IGNORED_LABEL, IMAGE, SOURCE, TARGET
 from m6.data.collate import MicroBatch
 from m6.model import M6ForConditionalGeneration
 from m6.model.attention import prefix_lm_mask
 from m6.model.outputs import M6Output
 from m6.model.slices import SliceKeys, nearest_valid_cuts, valid_cuts
 from m6.model.stages import ModelStage
-from m6.training.engine.slices import slices_of
+from m6.training.engine.sliced_pipeline import slices_of
 from tests.unit.model.conftest import MOE
 
 # Of a sample: tokens of its picture, its source and its target.

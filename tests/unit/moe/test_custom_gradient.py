@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moe.custom_gradient import custom_gradient, same
+from moe.autograd import custom_gradient, same
 
 
 def test_a_map_and_its_transpose_are_what_autograd_finds():

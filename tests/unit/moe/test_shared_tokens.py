@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe.expert_parallel import pairs_of_tokens
 from moe.routing import Routing
-from moe.shared_tokens import pairs_of_tokens
 
 
 @given(data=st.data(), num_tokens=st.integers(0, 12), num_experts=st.integers(1, 5))

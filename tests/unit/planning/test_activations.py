@@ -11,8 +11,7 @@ from m6.data.collate import MicroBatch
 from m6.model import M6ForConditionalGeneration
 from m6.planning.cost.activations import Activations
 from m6.runs.data import open_data
-from m6.training.sizes import BatchShape
-from m6.training.storages import SavedTensors, new_storages, storage_bytes
+from m6.training.sizes import BatchShape, SavedTensors, new_storages, storage_bytes
 from moe.routing import capacities
 from tests.fixtures.tiny_run import tiny_document
 

@@ -22,7 +22,7 @@ from m6.planning.search.neighbours import with_offload
 from m6.planning.search.stages import pseudo_sharing
 from offload import OffloadRuntime, OptimizerSettings, SimulatedDevice, Stack, remainder_dtype
 from offload.optimizer import update as update_module
-from offload.runtime.gradient_sums import GradientSums
+from offload.runtime.updates import GradientSums
 from tests.fixtures.tiny_run import tiny_document
 
 BF16 = {"bf16": {"enabled": True}, "zero_optimization__stage": 1}

@@ -36,8 +36,7 @@ from m6.training.engine.compressed import CompressedGradients
 from m6.training.engine.tree_gradients import TreeGradients
 from m6.training.mesh import ParallelDims
 from m6.training.pass_orders import Pass, async_orders
-from m6.training.sizes import BatchShape, full_row
-from m6.training.storages import new_storages
+from m6.training.sizes import BatchShape, full_row, new_storages
 from tests.distributed.spawn import run_distributed
 from tests.fixtures.model_states import model_states
 from tests.fixtures.plans import planner

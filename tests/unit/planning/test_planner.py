@@ -15,7 +15,7 @@ from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.reports import no_plan_report
 from m6.planning.search.planner import Planner, curve, device_counts, frontier, pareto, plan_costs
 from m6.planning.search.stages import training_stages
-from m6.plots.frontier import draw_frontier
+from m6.plots.plans import draw_frontier
 from tests.fixtures.plans import brute_force, planner, small_base
 
 

@@ -18,8 +18,7 @@ from m6.planning.cost.folding import fold
 from m6.planning.cost.layout import ParallelLayout
 from m6.planning.cost.schedules import StageSeconds, most_in_flight, run_clock
 from m6.planning.cost.work import work_of
-from m6.training.engine.sliced_pipeline import subsample
-from m6.training.engine.slices import SliceChoice, slice_tokens, slice_work
+from m6.training.engine.sliced_pipeline import SliceChoice, slice_tokens, slice_work, subsample
 from m6.training.pass_orders import orders_of, sliced_orders
 from m6.training.sizes import BatchShape
 from tests.fixtures.tiny_run import tiny_document

@@ -16,8 +16,7 @@ import torch
 
 from m6.errors import RetryableError, UserError
 from m6.runs.environment import is_main_of_environment, rank_variables, ranks_per_node, world_size_of_environment
-from m6.runs.meeting import meet
-from m6.runs.processes import _claim, own_device
+from m6.runs.processes import _claim, meet, own_device
 from tests.distributed.spawn import free_port
 
 CODE = """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from m6.slurm.filesystem import file_system_type
+from m6.slurm.submission import file_system_type
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,6 @@ def test_mount_points_may_have_any_name(tmp_path: Path, monkeypatch: pytest.Monk
     mounts = tmp_path / "mountinfo"
     lines = [b"36 25 0:32 / " + point + b" rw,noatime shared:1 - " for point in (b"/", mount)]
     mounts.write_bytes(lines[0] + b"ext4 /dev/sda1 rw\n" + lines[1] + b"nfs4 server:/ rw\n")
-    monkeypatch.setattr("m6.slurm.filesystem._MOUNTS", mounts)
+    monkeypatch.setattr("m6.slurm.submission._MOUNTS", mounts)
     assert file_system_type(Path(name, "run")) == "nfs4"
     assert file_system_type(Path("/elsewhere")) == "ext4"

@@ -207,9 +207,9 @@ def test_what_cannot_work(config: Path, tmp_path: Path, changes: dict, message: 
 def test_a_local_disk_is_refused(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cluster = write_cluster(tmp_path, shared_folders=[])
     arguments = ("submit", config, "--job", cluster, "--run-dir", tmp_path / "run", "--dry-run")
-    monkeypatch.setattr("m6.slurm.filesystem.file_system_type", lambda path: "ext4")
+    monkeypatch.setattr("m6.slurm.submission.file_system_type", lambda path: "ext4")
     assert "is on ext4, which other nodes cannot see" in user_error(*arguments)
-    monkeypatch.setattr("m6.slurm.filesystem.file_system_type", lambda path: "lustre")
+    monkeypatch.setattr("m6.slurm.submission.file_system_type", lambda path: "lustre")
     assert m6(*arguments).code == 0
 
 

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from m6.errors import UserError
-from m6.generation.repaint import Repaint
+from m6.generation.drawing import Repaint
 from m6.tokenizers import M6ImageProcessor, M6Processor, load_text_tokenizer
 from m6.tokenizers.pictures import decode_picture, pixel_values
 from tests.fixtures.tiny_data import build_tiny_tokenizer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from m6.architecture.adapter_names import DOWN, is_adapter, plain_name
+from m6.architecture.names import DOWN, is_adapter, plain_name
 from m6.checkpoints.format import WEIGHT, CheckpointReader
 from m6.checkpoints.initial import open_initial_weights
 from m6.checkpoints.loading import load_run_model, newest_complete_checkpoint, open_newest_checkpoint

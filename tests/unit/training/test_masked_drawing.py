@@ -14,9 +14,9 @@ from m6.data.codes import write_codes
 from m6.data.manifest import Manifest
 from m6.errors import UserError
 from m6.export import export_hf
+from m6.generation.drawing import Repaint
 from m6.generation.likelihood import caption_scores
 from m6.generation.pipeline import M6TextToImagePipeline
-from m6.generation.repaint import Repaint
 from m6.generation.sampling import Sampling
 from m6.runs.data import kept_captions, open_data
 from m6.runs.directory import CAPTIONS

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from m6.config.sections import ScheduleSettings
-from m6.training.schedule import learning_rate_factor
+from m6.training.train_step import learning_rate_factor
 
 
 def factors(total_steps: int, **settings: object) -> list[float]:

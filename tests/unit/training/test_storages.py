@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from m6.training.storages import SavedTensors
+from m6.training.sizes import SavedTensors
 
 
 def test_measuring_keeps_no_graph():

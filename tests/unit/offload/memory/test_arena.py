@@ -1,6 +1,6 @@
 """Which slab a piece comes from, and when slabs are freed."""
 
-from offload.memory.arena import Arena
+from offload.runtime.activations import Arena
 
 
 class Block:

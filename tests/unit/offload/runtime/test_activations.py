@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from offload import ActivationOffload, DryRuntime, SimulatedDevice, StorageMeter, StreamedExperts
 from offload.devices.simulated import SimulatedRace
-from offload.memory.arena import Arena
 from offload.memory.host_memory import HostBlock
+from offload.runtime.activations import Arena
 from tests.fixtures.toy_experts import SMALL_BYTES, OffloadedRun, Toy, compute, train_offloaded, train_plainly
 
 # What goes wrong at the end of an activation's life cannot be raised there.

@@ -18,8 +18,8 @@ from offload import (
     StreamedExperts,
     solve,
 )
-from offload.runtime.gradient_sums import GradientSums
 from offload.runtime.slots import Slot
+from offload.runtime.updates import GradientSums
 from offload.runtime.workers import WorkerFailure
 from tests.fixtures.toy_experts import OffloadedRun, Toy, compute, train_offloaded, train_plainly
 

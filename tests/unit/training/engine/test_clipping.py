@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from m6.training.engine.clipping import PartGroups, clip_gradients
-from m6.training.engine.tensor_norms import Piece, TensorLayout, norms_of
+from m6.training.engine.norms import PartGroups, Piece, TensorLayout, clip_gradients, norms_of
 from m6.training.reporting.noise import GradientNoise
 
 

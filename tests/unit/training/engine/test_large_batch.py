@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from m6.training.engine import tensor_norms
+from m6.training.engine import norms
+from m6.training.engine.norms import layouts_of
 from m6.training.engine.optimizer import Lamb, LargeBatchOptimizer, Lars
-from m6.training.engine.tensor_norms import layouts_of
 
 LAMB = {"lr": 0.03, "betas": (0.8, 0.9), "eps": 1e-6}
 LARS = {"lr": 0.5, "momentum": 0.7, "trust_coefficient": 0.01}
@@ -96,10 +96,10 @@ def test_partitions_have_the_norms_of_whole_tensors(monkeypatch: pytest.MonkeyPa
             round_robin_bit16_offsets=[offsets],
             real_dp_process_group=[None],
         )
-        monkeypatch.setattr(tensor_norms.dist, "get_rank", lambda group, rank=rank: rank)
-        layouts.append(tensor_norms.layouts_in_zero(zero)[part])
+        monkeypatch.setattr(norms.dist, "get_rank", lambda group, rank=rank: rank)
+        layouts.append(norms.layouts_in_zero(zero)[part])
     squares = torch.zeros(1, 5, dtype=torch.float64)
-    monkeypatch.setattr(tensor_norms.dist, "all_reduce", lambda tensor, group: squares.add_(tensor))
+    monkeypatch.setattr(norms.dist, "all_reduce", lambda tensor, group: squares.add_(tensor))
     for layout, part in zip(layouts, partitions, strict=True):
         layout.norms(part)
     whole = [parameters[0], *parameters[1], parameters[2]]

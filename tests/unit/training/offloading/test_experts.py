@@ -13,7 +13,7 @@ import offload.runtime.slots
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
 from m6.errors import UserError
-from m6.plots.memory import plot_memory
+from m6.plots.plans import plot_memory
 from m6.training.loop import Trainer
 from m6.training.offloading.report import MEMORY_RECORD
 from offload import WorkerFailure

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from m6.checkpoints.format import CheckpointReader, write_manifest, write_shards
 from m6.errors import UserError
-from m6.training.reduction.residuals import load_residuals, residual_fragments
+from m6.training.reduction.reducer import load_residuals, residual_fragments
 
 
 def checkpoint(folder: Path, residuals: list[dict[str, Tensor]]) -> CheckpointReader:

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from m6.checkpoints.delink import delink_run
-from m6.checkpoints.delinked import DelinkedReader
+from m6.checkpoints.delink import DelinkedReader, delink_run
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
 from m6.errors import UserError
 from m6.training.loop import Trainer
-from m6.training.storages import new_storages
+from m6.training.sizes import new_storages
 from tests.fixtures.command import contents, m6
 
 MakeTrainer = Callable[..., Trainer]

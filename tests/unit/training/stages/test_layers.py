@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from m6.checkpoints.delinked import DelinkedReader
+from m6.checkpoints.delink import DelinkedReader
 from m6.training.engine.build import build_model
 from m6.training.loop import Trainer
 from m6.training.stages.metrics import LayerGradients, layer_divergence

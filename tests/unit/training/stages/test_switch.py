@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from m6.checkpoints.delinked import DelinkedReader
+from m6.checkpoints.delink import DelinkedReader
 from m6.checkpoints.format import WEIGHT, CheckpointReader
 from m6.errors import UserError
 from m6.model.parameters import num_parameters
