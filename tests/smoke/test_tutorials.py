@@ -2,31 +2,39 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.fixtures.pages import ROOT, Block, blocks, execute
+from tests.fixtures.forked_command import forked_m6
+from tests.fixtures.pages import COMMAND, ROOT, Block, blocks, execute
 from tests.fixtures.tiny_run import write_tiny_config
 
 TUTORIALS = "docs/tutorials"
 
 
-def follow(tutorial: str, folder: Path, code: Path = ROOT) -> None:
+def follow(tutorial: str, folder: Path, code: Path = ROOT, command: str = COMMAND) -> None:
     """Executes a tutorial's blocks in ``folder``; a patch is saved under the name that the page gives it."""
     for block in blocks(f"{TUTORIALS}/{tutorial}.md"):
         if block.language == "diff":
             (folder / "token_deletion.patch").write_text(block.text, encoding="utf-8")
         elif block.language in ("bash", "python"):
-            execute(block, folder, code, GIT_CEILING_DIRECTORIES=str(folder.parent))
+            execute(block, folder, code, command=command, GIT_CEILING_DIRECTORIES=str(folder.parent))
 
 
 @pytest.fixture(scope="module")
-def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def command() -> Iterator[str]:
+    with forked_m6() as command:
+        yield command
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory: pytest.TempPathFactory, command: str) -> Path:
     """A folder in which the first tutorial was followed: the others begin with its data and its run."""
     folder = tmp_path_factory.mktemp("tutorials")
     (folder / "configs").symlink_to(ROOT / "configs")
-    follow("first_run", folder)
+    follow("first_run", folder, command=command)
     return folder
 
 
@@ -38,8 +46,8 @@ def test_the_first_run(first_run: Path):
 
 
 @pytest.mark.slow
-def test_own_pictures_and_texts(first_run: Path):
-    follow("own_data", first_run)
+def test_own_pictures_and_texts(first_run: Path, command: str):
+    follow("own_data", first_run, command=command)
     report = (first_run / "runs" / "own" / "report.md").read_text(encoding="utf-8")
     assert "image_captioning" in report
     assert "language_modelling" in report
