@@ -58,16 +58,11 @@ HARDER: dict[str, Any] = {
 
 
 WITH: dict[str, dict[str, Any]] = {
-    "offloaded": {"m6__offload": OFFLOAD},
-    "shared layers": {"m6__pseudo_to_real": {"num_groups": 1, "switch": "step", "switch_step": 2}},
-    "dense layers": {"m6__model__num_layers": 4, "m6__model__moe_layer_frequency": 2},
     "dense and shared layers": {
         "m6__model__num_layers": 4,
         "m6__model__moe_layer_frequency": 2,
         "m6__pseudo_to_real": {"num_groups": 1, "shared": ["attention", "norms"], "switch": "step", "switch_step": 2},
     },
-    "late gradients": {"m6__gradient_delay": {"accept_loss": True}},
-    "a batch that grows": {"m6__training__batch_ramp": [{"steps": 2, "batch_size": 4}]},
     "recomputed": {**CHECKPOINTING},
     "recomputed and offloaded": {**CHECKPOINTING, "m6__offload": OFFLOAD},
 }

@@ -33,13 +33,6 @@ RUNS: dict[str, tuple[Changes, int, int, Changes]] = {
     "a batch that grows": (RAMP, 2, 1, {"m6__parallel__shares": [5, 3]}),
     # Ranks of a group exchange tokens, and biases of all ranks are balanced by all loads.
     "experts": ({"m6__moe": ROUTING}, 4, 1, {"m6__training__ep_size": 2, "m6__parallel__shares": [1, 1, 3, 3]}),
-    "turns": (
-        {"train_batch_size": 24},
-        4,
-        0,
-        {"m6__training__ep_size": 2, "m6__training__overlap_micro_batches": 2, "m6__parallel__shares": [4, 4, 2, 2]},
-    ),
-    "pipelines": ({}, 4, 1, {"m6__parallel__pipeline": pipeline(2, "1f1b"), "m6__parallel__shares": [2, 6]}),
     "tensor groups": (
         {"m6__moe": None, "m6__model__num_attention_heads": 8},
         4,
@@ -54,7 +47,7 @@ RUNS: dict[str, tuple[Changes, int, int, Changes]] = {
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}, "m6__parallel__shares": [7, 1]},
     ),
 }
-WITHOUT_NOISE = {"experts", "turns", "pipelines", "tensor groups"}  # no rank has the gradients of its samples alone
+WITHOUT_NOISE = {"experts", "tensor groups"}  # no rank has the gradients of its samples alone
 # Under "any_world": the same bits as on one rank.
 EXACT: dict[str, tuple[Changes, int, int, Changes]] = {
     "exact": ({}, 3, 1, {}),

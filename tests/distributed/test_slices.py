@@ -162,19 +162,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
         2,
     ),
     "fewer micro-batches than ranks": ({"train_batch_size": 4, "m6__moe": None}, sliced(4, 3), 0, 1),
-    "pseudo": (
-        {"m6__moe": ROUTING, "m6__pseudo_to_real": {"switch_step": 1, "num_groups": 2}},
-        sliced(2, 3, [3, 2]),
-        1,
-        2,
-    ),
     "bf16": ({"m6__moe": ROUTING, "bf16": {"enabled": True}}, sliced(2, 3), 1, 2),
-    "a batch that grows": (
-        {"m6__moe": ROUTING, "m6__training__batch_ramp": [{"steps": 1, "batch_size": 8}]},
-        sliced(2, 3),
-        1,
-        1,
-    ),
 }
 
 

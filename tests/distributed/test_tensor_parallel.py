@@ -25,7 +25,7 @@ from tests.fixtures.tiny_run import tiny_document
 
 pytestmark = pytest.mark.slow
 
-STEPS = 4
+STEPS = 3
 
 
 def tensor(num_ranks: int, placement: str = "1d", **more: Any) -> dict[str, Any]:
@@ -36,9 +36,9 @@ TOKENS = {"sequence_parallel": True}  # divided between the products, too
 
 
 def document(folder: Path, stage: int = 1, divided: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """A dense run with 8 micro-batches in a step, dropout, clipping, pictures and packed rows."""
+    """A dense run with 4 micro-batches in a step, dropout, clipping, pictures and packed rows."""
     changes = {"m6__moe": None, "m6__model__num_attention_heads": 8, "m6__data__packing": True, **changes}
-    changes = {"train_batch_size": 16, "m6__parallel__tensor": divided, **changes}
+    changes = {"m6__training__total_steps": STEPS, "m6__parallel__tensor": divided, **changes}
     return tiny_document(folder, zero_optimization={"stage": stage}, **changes)
 
 
@@ -56,7 +56,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "1d x 4": (
         {
             "m6__training__activation_checkpointing": True,
-            "m6__training__batch_ramp": [{"steps": 2, "batch_size": 8}],
+            "m6__training__batch_ramp": [{"steps": 2, "batch_size": 4}],
         },
         tensor(4),
         1,
@@ -237,7 +237,7 @@ def poison(each: dict[str, Any], root: Path) -> None:
 
     trainer.run_step = poisoned
     trainer.train()
-    assert outcomes == [(False, False), (True, True), (False, False), (False, False)]
+    assert outcomes == [(False, False), (True, True), (False, False)]
 
 
 def faults(runs: list[tuple[dict[str, Any], Path]]) -> None:
