@@ -67,9 +67,10 @@ def training_losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
+EVERY_OPTION = "experts with every option"
 CASES: dict[str, dict[str, Any]] = {
     # dropout, clipping, capacity with dropped tokens, biases that balance: all are functions of a micro-batch
-    "experts with every option": {"m6__moe": ROUTING},
+    EVERY_OPTION: {"m6__moe": ROUTING},
     "12 micro-batches under autocast": {
         "train_batch_size": 24,
         "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
@@ -87,7 +88,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == EVERY_OPTION else pytest.mark.slow) for name in CASES]
+)
 def test_weights_do_not_depend_on_the_number_of_ranks(folder: Path, name: str):
     changes = CASES[name]
     alone = trained(folder, f"{name} alone", [(1, 0, None)], **changes)
