@@ -18,6 +18,19 @@ def reported(root: Path, *keys: str) -> list[list[float]]:
     return [[entry[key] for key in keys] for entry in entries(root) if "loss" in entry]
 
 
+def router_statistics(root: Path) -> list[list[float]]:
+    """The loss of the routers, and how they spread tokens over experts, of each line that reports a loss."""
+    keys = ("load_cv", "dropped_fraction", "unused_experts", "router_entropy", "experts_per_token")
+    of_all = (*keys, "tokens_without_expert", "gate_sum")
+    reports = [entry for entry in entries(root) if "loss" in entry]
+    found = []
+    for entry in reports:
+        of_layers = [entry.get("experts", {}).get(key, []) for key in of_all]
+        values = [each for value in of_layers for each in (value if isinstance(value, list) else [value])]
+        found.append([entry["aux_loss"], *values])
+    return found
+
+
 def assert_reports_alike(found: Path, expected: Path, num_losses: int) -> None:
     """Losses of ``num_losses`` steps and validations, norms and counts."""
     assert len(losses(found)) == num_losses
