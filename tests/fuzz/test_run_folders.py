@@ -193,8 +193,10 @@ def test_damaged_run_folders(number: int, whole: Path, tmp_path: Path):
         damage(copy / name, how, random.Random(seed))
         for reader in readers(copy, whole):
             check_clean(reader)
-        for arguments in (("status", copy), ("plot", copy)) if seed % 4 == 0 else (("status", copy),):
-            outcome = m6(*arguments)
+        # To draw takes most of the time, and reads the metrics.
+        draws = name == "metrics.jsonl" or seed % 16 == 0
+        for command in ("status", "plot") if draws else ("status",):
+            outcome = m6(command, copy)
             assert outcome.code in (0, 2), outcome
             assert "Traceback" not in outcome.stderr
 
