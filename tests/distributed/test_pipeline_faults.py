@@ -38,7 +38,7 @@ def poison(each: dict[str, Any], root: Path) -> None:
     trainer.run_step = poisoned
     trainer.train()
     assert outcomes[1] == (True, ["layers.4.ffn"], True)
-    assert [skipped for skipped, _, _ in outcomes] == [False, True, False, False]
+    assert [skipped for skipped, _, _ in outcomes] == [False, True, False]
 
 
 def fault_of_a_stage(each: dict[str, Any], root: Path) -> None:

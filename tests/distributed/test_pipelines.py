@@ -40,7 +40,7 @@ SCHEDULES = [
     ("zbv", [1, 2, 1, 1]),
     ("dualpipev", None),
 ]
-STEPS = 4
+STEPS = 3
 
 
 def pipeline(num_ranks: int, schedule: str, layers: list[int] | None = None) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def pipeline(num_ranks: int, schedule: str, layers: list[int] | None = None) -> 
 def document(folder: Path, stage: int = 1, **changes: Any) -> dict[str, Any]:
     """A run of five layers with 8 micro-batches in a step."""
     changes = {"train_batch_size": 16, "m6__model__num_layers": 5, "m6__data__packing": True, **changes}
-    return tiny_document(folder, zero_optimization={"stage": stage}, **changes)
+    return tiny_document(folder, zero_optimization={"stage": stage}, **{"m6__training__total_steps": STEPS, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_layers_are_computed_once_or_with_checkpointing_twice(folder: Path):
 
 RAMP: dict[str, Any] = {
     "train_batch_size": 32,
-    "m6__training__batch_ramp": [{"steps": 1, "batch_size": 16}, {"steps": 2, "batch_size": 24}],
+    "m6__training__batch_ramp": [{"steps": 1, "batch_size": 16}, {"steps": 1, "batch_size": 24}],
 }
 # name -> (changes of the run, its pipeline on 4 ranks, ZeRO stage, ep_size)
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
@@ -244,19 +244,18 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
         1,
     ),
     "muon": (MUON, pipeline(2, "zbv"), 1, 2),
-    "pseudo": (
-        {"m6__pseudo_to_real": {"switch_step": 2, "num_groups": 4}},
-        pipeline(2, "zbv", [2, 1, 1, 1]),
-        1,
-        2,
-    ),
     "pseudo in part": (
-        {"m6__pseudo_to_real": {"switch_step": 3, "num_groups": 2, "shared": ["experts", "norms"], "gradient": "sum"}},
+        {"m6__pseudo_to_real": {"switch_step": 2, "num_groups": 2, "shared": ["experts", "norms"], "gradient": "sum"}},
         pipeline(2, "1f1b", [3, 2]),
         0,
         2,
     ),
-    "offloaded": ({"m6__offload": OFFLOAD}, pipeline(2, "1f1b", [3, 2]), 1, 2),
+    "offloaded": (
+        {"m6__offload": OFFLOAD, "m6__training__activation_checkpointing": True},
+        pipeline(2, "1f1b", [3, 2]),
+        1,
+        2,
+    ),
     "offloaded on every rank": (
         {
             "m6__offload": {"device_budget_mib": 5000.0, "optimizer": {"type": "Adafactor", "lr": 1e-2}},
@@ -266,37 +265,12 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
         0,
         1,
     ),
-    "offloaded pseudo": (
-        {
-            "m6__offload": {**OFFLOAD, "rules": [*OFFLOAD["rules"], {"tensor": "activation", "place": "host"}]},
-            "m6__pseudo_to_real": {"switch_step": 2, "num_groups": 4},
-            "m6__training__activation_checkpointing": True,
-        },
-        pipeline(2, "interleaved_zero_bubble", [2, 1, 1, 1]),
-        1,
-        2,
-    ),
-    "adafactor": (
-        {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}},
-        pipeline(2, "interleaved_1f1b"),
-        0,
-        2,
-    ),
-    "lamb": ({"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}, pipeline(2, "zbv", [1, 2, 1, 1]), 1, 2),
-    "lars": ({"optimizer": {"type": "Lars", "params": {"lr": 1e-2}}}, pipeline(4, "1f1b"), 0, 1),
     # 4, 6 and 8 micro-batches of each pipeline: the interleaved schedule runs in rounds of two.
-    "ramp": (RAMP, pipeline(2, "zbv"), 1, 1),
     "ramp in rounds": (RAMP, pipeline(2, "interleaved_1f1b"), 0, 1),
 }
 # 16 bits round the sums of different orders.
 ROUNDED: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
     "bf16": ({"bf16": {"enabled": True}}, pipeline(2, "zbv"), 1, 2),
-    "autocast": (
-        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "communication_data_type": "bf16"},
-        pipeline(2, "1f1b"),
-        1,
-        2,
-    ),
     "fp16": (
         {"fp16": {"enabled": True, "initial_scale_power": 19, "loss_scale_window": 1, "hysteresis": 1}},
         pipeline(2, "interleaved_zero_bubble"),
@@ -345,7 +319,7 @@ def test_a_run_reports_what_one_rank_reports(trained: Path, name: str):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_checkpoint_is_that_of_one_rank(trained: Path, name: str):
-    """The same tensors, and values that four steps of an optimizer leave alike."""
+    """The same tensors, and values that the steps of an optimizer leave alike."""
     for key, error in state_errors(trained / name, trained / f"{name} alone").items():
         # AdamW divides by the root of squares: where a gradient is nearly 0, rounding decides the sign of the update.
         assert error < (2e-3 if key[1] == "weight" or name == "muon" else 1e-5), key
