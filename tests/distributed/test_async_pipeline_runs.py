@@ -33,12 +33,6 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
     "four stages": ({"train_batch_size": 8}, pipeline(4, "1f1b", [1, 2, 1, 1]), 1, 1),
     "stage 0, checkpointing": ({"m6__training__activation_checkpointing": True}, pipeline(4, "1f1b"), 0, 1),
     "pseudo": ({"m6__pseudo_to_real": {"switch_step": 3, "num_groups": 2}}, pipeline(2, "1f1b", [3, 2]), 1, 2),
-    "adafactor": (
-        {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}, "m6__gradient_delay": {}},
-        pipeline(2, "1f1b", [1, 4]),
-        0,
-        2,
-    ),
     "muon": ({**MUON, "m6__gradient_delay": {}}, pipeline(2, "1f1b", [4, 1]), 1, 1),
     # Passes of two steps with different numbers of micro-batches are under way.
     "a batch that grows": (
