@@ -23,7 +23,7 @@ from tests.fixtures.tiny_run import write_tiny_config
 
 pytestmark = pytest.mark.slow
 
-STEPS = 30
+STEPS = 20
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
 
 
