@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from m6.runs.environment import ranks_per_node
 from m6.training.deepspeed_private import install_mpu
+from m6.training.reduction.collectives import NodeGroups
 from moe.process_groups import group_of
 
 if TYPE_CHECKING:
@@ -112,23 +113,6 @@ class ParallelDims:
         size, stride = sizes[dim], strides[dim]
         firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
         return [list(range(first, first + size * stride, stride)) for first in firsts]
-
-
-@dataclass(frozen=True)
-class NodeGroups:
-    """The ranks of a group, by nodes.
-
-    Attributes:
-        number: of this rank's node, among those of the group.
-        ranks_of_node: ranks of the group on each node.
-        inside: those on this rank's node.
-        between: one rank of each node, at the same place as this rank.
-    """
-
-    number: int
-    ranks_of_node: int
-    inside: dist.ProcessGroup
-    between: dist.ProcessGroup
 
 
 class Mesh:

@@ -29,7 +29,7 @@ LEVELS = {
         {"cli"},
     ),
     "m6.training": (
-        {"faults", "meta_model", "pass_orders", "schedule", "sizes", "storages"},
+        {"faults", "meta_model", "pass_orders", "sizes"},
         {"fake_world", "optimizers", "reduction"},
         {"deepspeed_private"},
         {"mesh"},

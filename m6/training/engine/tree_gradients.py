@@ -21,8 +21,8 @@ from m6.config.sum_tree import Branch, TreeShape, halves
 from m6.errors import UserError
 from m6.training.deepspeed_private import expert_group, is_expert, take_gradient
 from m6.training.engine.reducer import GradientReducer
-from m6.training.mesh import Mesh, NodeGroups
-from m6.training.reduction.collectives import buckets
+from m6.training.mesh import Mesh
+from m6.training.reduction.collectives import NodeGroups, buckets
 
 if TYPE_CHECKING:
     from m6.training.offloading.experts import OffloadedExperts

@@ -7,7 +7,7 @@ and an all-gather in each node (Jia et al., arXiv 1807.11205; swCaffe, arXiv 190
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,22 @@ from torch import Tensor
 
 from m6.training.reduction.messages import BUCKET_ELEMENTS, gathered_bytes, ring_bytes
 
-if TYPE_CHECKING:
-    from m6.training.mesh import NodeGroups
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """The ranks of a group, by nodes.
+
+    Attributes:
+        number: of this rank's node, among those of the group.
+        ranks_of_node: ranks of the group on each node.
+        inside: those on this rank's node.
+        between: one rank of each node, at the same place as this rank.
+    """
+
+    number: int
+    ranks_of_node: int
+    inside: dist.ProcessGroup
+    between: dist.ProcessGroup
 
 
 class CountedCollectives:
