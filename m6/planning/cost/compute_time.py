@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Iterable
@@ -42,7 +43,7 @@ class StepTime:
     host: float = 0.0
     bubble: float = 0.0
 
-    @property
+    @functools.cached_property
     def total(self) -> float:
         """Seconds of the step."""
         return sum(getattr(self, field.name) for field in fields(self))
@@ -75,17 +76,17 @@ class LayerTime:
     parts: StepTime
     passes: int
 
-    @property
+    @functools.cached_property  # a search reads those of the same few layers for every stage of every cut
     def total(self) -> float:
         """Seconds of all passes."""
         return self.parts.compute + self.parts.exchange
 
-    @property
+    @functools.cached_property
     def forward(self) -> float:
         """Seconds of the forward pass. Tokens go to experts and back once in each pass, backward and again forward."""
         return self.parts.compute / self.passes + self.parts.exchange / (self.passes - 1)
 
-    @property
+    @functools.cached_property
     def weight(self) -> float:
         """Seconds of the gradients of weights, as far as they can be deferred. Experts compute theirs together with
         the gradients of the inputs."""

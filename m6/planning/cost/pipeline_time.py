@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from m6.config.pipeline import PipelineSettings
 from m6.config.run import RunConfig
@@ -18,6 +18,14 @@ from m6.planning.machine.cluster import Cluster, Nodes
 LayersOn = Callable[[Nodes, ParallelLayout], list[LayerTime]]
 """The times of embeddings, layers and head on devices of one type."""
 _ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class _RankTime:
+    """Seconds of a micro-batch on a rank: of each of its stages, and of all of them by part."""
+
+    stages: tuple[StageSeconds, ...]
+    time: StepTime
 
 
 class PipelineTime:
@@ -49,18 +57,20 @@ class PipelineTime:
         self._kinds = [tuple(of_layers[begin:end]) for begin, end in itertools.pairwise(self._ends)]
         self._cluster, self._layers_on, self._message_s = cluster, layers_on, message_s
         self._layers: dict[tuple[int, ...], list[list[LayerTime]]] = {}
+        self._fastest: dict[tuple[int, ...], float] = {}
+        self._times: dict[tuple[tuple[int, ...], bool, int, tuple[range, ...]], _RankTime] = {}
         self._cuts: dict[tuple[int | str, ...], tuple[int, ...] | None] = {}
 
     def __call__(self, layout: ParallelLayout, steps: int) -> StepTime:
         """Seconds of the passes of ``steps`` micro-batches: the passes of the slowest rank, and its waits."""
         assert layout.pipeline is not None
         settings = layout.pipeline
-        splits = self._splits and not layout.checkpointing and not layout.stream_experts
         stages = [StageSeconds(0, 0, 0)] * (layout.pp_size * settings.stages_per_rank())
-        for held in self._held(layout):
-            for stage, items in held.items():
-                stages[stage] = _stage_seconds(items, splits)
-        slowest = max(self.ranks(layout), key=lambda time: time.compute + time.exchange)
+        ranks = self._ranks(layout)
+        for place, rank in enumerate(ranks):
+            for stage, seconds in zip(settings.stages_of(place), rank.stages, strict=True):
+                stages[stage] = seconds
+        slowest = max((rank.time for rank in ranks), key=lambda time: time.compute + time.exchange)
         times = {name: seconds * steps for name, seconds in slowest.parts().items()}
         message_s = self._message_s(layout)
         if is_asynchronous(self._config, layout):
@@ -77,21 +87,31 @@ class PipelineTime:
 
     def ranks(self, layout: ParallelLayout) -> list[StepTime]:
         """Seconds of all passes of a micro-batch on each rank of the pipeline."""
-        return [StepTime.sum_of(item.parts for items in held.values() for item in items) for held in self._held(layout)]
+        return [rank.time for rank in self._ranks(layout)]
 
-    def _held(self, layout: ParallelLayout) -> list[dict[int, list[LayerTime]]]:
-        """Place -> stage -> the times of the stage's layers."""
+    def _ranks(self, layout: ParallelLayout) -> list[_RankTime]:
+        """The times of each rank. Those of the same layers on the same devices are summed once: a better cut is
+        searched for by moves of a layer, and a move changes two stages."""
         assert layout.pipeline is not None
-        settings, layers = layout.pipeline, self._layers_of(layout)
+        settings, layers, sizes = layout.pipeline, self._layers_of(layout), _sizes(layout)
+        splits = self._splits and not layout.checkpointing and not layout.stream_experts
         cut = settings.cut(len(layers[0]) - 2)
-        return [
-            {stage: _items(own, cut[stage]) for stage in settings.stages_of(place)} for place, own in enumerate(layers)
-        ]
+        found = []
+        for place, own in enumerate(layers):
+            held = tuple(cut[stage] for stage in settings.stages_of(place))
+            key = (sizes, splits, place, held)
+            if key not in self._times:
+                self._times[key] = _rank_time([_items(own, stage) for stage in held], splits)
+            found.append(self._times[key])
+        return found
 
     def least(self, layout: ParallelLayout, steps: int) -> float:
         """A lower bound for every cut: each layer on its fastest devices, equal shares for all ranks."""
-        fastest = (min(item.total for item in items) for items in zip(*self._layers_of(layout), strict=True))
-        return steps * sum(fastest) / layout.pp_size
+        key = _sizes(layout)
+        if key not in self._fastest:
+            layers = zip(*self._layers_of(layout), strict=True)
+            self._fastest[key] = sum(min(item.total for item in items) for items in layers)
+        return steps * self._fastest[key] / layout.pp_size
 
     def with_cut(self, layout: ParallelLayout, fits: Fits, suits: Suits) -> ParallelLayout | None:
         """The layout with the best cut within ``fits`` and ``suits``, see ``cut_layers``; None if there is none."""
@@ -216,6 +236,12 @@ def _items(layers: Sequence[LayerTime], stage: range) -> list[LayerTime]:
     num_layers = len(layers) - 2
     begin = 0 if stage.start == 0 else 1 + stage.start
     return list(layers[begin : 1 + stage.stop + (stage.stop == num_layers)])
+
+
+def _rank_time(stages: Sequence[Sequence[LayerTime]], splits: bool) -> _RankTime:
+    """The times of a rank with the layers of these stages."""
+    each = tuple(_stage_seconds(items, splits) for items in stages)
+    return _RankTime(each, StepTime.sum_of(item.parts for item in itertools.chain(*stages)))
 
 
 def _stage_seconds(items: Sequence[LayerTime], splits: bool) -> StageSeconds:

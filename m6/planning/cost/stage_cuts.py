@@ -99,6 +99,7 @@ class _EqualLayers:
         head = 0 if shape == "v" else self._ranks - 1
         self._last[head] = seconds[head][-1] - self._each[head]
         self._splits: dict[tuple[int, int], Sizes | None] = {}
+        self._stairs: dict[int, list[int]] = {}  # rank -> the largest second stage for each size of the first one
         self._most_that_fit = [self._layers - self._stages * (self._ranks - 1)] * self._ranks  # as far as is known
 
     def cut(self) -> tuple[int, ...] | None:
@@ -165,10 +166,38 @@ class _EqualLayers:
     def _split(self, rank: int, count: int) -> Sizes | None:
         """The fitting sizes of a rank's stages with ``count`` layers and the most equal seconds, or None."""
         if (rank, count) not in self._splits:
-            choices = ((count,),) if self._stages == 1 else self._pairs(rank, count)
-            fitting = (sizes for sizes in choices if self._fits(rank, self._held(rank, sizes)))
-            self._splits[rank, count] = next(fitting, None)
+            choices: Iterator[Sizes] = iter(((count,),)) if self._stages == 1 else self._pairs(rank, count)
+            best = next(choices)
+            if self._fits(rank, self._held(rank, best)):
+                self._splits[rank, count] = best
+            else:
+                fitting = (sizes for sizes in choices if self._is_below_stairs(rank, *sizes))
+                self._splits[rank, count] = next(fitting, None)
         return self._splits[rank, count]
+
+    def _is_below_stairs(self, rank: int, first: int, second: int) -> bool:
+        """Whether two stages of these sizes fit.
+
+        The more layers the first stage has, the fewer fit into the second one. So a walk along the largest pairs that
+        fit answers for all pairs. Its length does not depend on the layers of the model, only on those that fit.
+        """
+        if rank not in self._stairs:
+            most = self._layers - self._stages * (self._ranks - 1)
+
+            def exceeds(first: int, second: int) -> bool:
+                return not self._fits(rank, self._held(rank, (first, second)))
+
+            sizes = range(1, most)
+            left = bisect.bisect_left(sizes, True, key=functools.partial(exceeds, 1))
+            stairs: list[int] = []
+            while left:
+                stairs.append(left)
+                left = min(left, most - len(stairs) - 1)
+                while left and exceeds(len(stairs) + 1, left):
+                    left -= 1
+            self._stairs[rank] = stairs
+        stairs = self._stairs[rank]
+        return first <= len(stairs) and second <= stairs[first - 1]
 
     def _pairs(self, rank: int, count: int) -> Iterator[Sizes]:
         """The sizes of two stages, the most equal seconds first."""

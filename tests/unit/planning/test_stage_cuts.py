@@ -172,3 +172,21 @@ def test_the_search_for_a_cut_of_equal_layers_does_not_grow_with_positions():
     for room in (0.9, 1.0, 2.0):
         for layers in (12, 24, 48, 96):
             assert asked(layers, room) <= 16 * layers
+
+
+@pytest.mark.parametrize("shape", ["rounds", "v"])
+def test_a_rank_that_holds_few_layers_is_asked_as_often_for_a_deep_model(shape: Shape):
+    """Pairs of stages beyond its memory are not tried one by one."""
+
+    def asked(layers: int) -> int:
+        calls = 0
+
+        def fits(rank: int, stages: Sequence[range]) -> bool:
+            nonlocal calls
+            calls += 1
+            return sum(map(int.__mul__, map(len, stages), (2, 1))) <= 16
+
+        assert cut_layers([[1.0] * layers] * 4, shape, fits, kinds=[True] * layers) is None
+        return calls
+
+    assert asked(1536) <= 1.5 * asked(96)
