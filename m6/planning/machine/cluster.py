@@ -193,8 +193,8 @@ class Cluster(Section):
     def parts(self) -> list[Cluster]:
         """Parts of the cluster. A part may train a run sooner than all devices.
 
-        The parts are each choice of types of nodes. For a single type they are also fewer nodes (1, 2, 4, ... and the
-        divisors of their number) and a part of one node (1, 2, 4, ... devices).
+        The parts are each choice of types of nodes, also with fewer nodes of one of the types (1, 2, 4, ... and the
+        divisors of their number). For a single type they are also a part of one node (1, 2, 4, ... devices).
         """
         found: list[Cluster] = []
         for number in range(1, len(self.nodes) + 1):
@@ -204,8 +204,19 @@ class Cluster(Section):
                 some = Cluster(name=name, nodes=list(types))
                 if some.num_devices < self.num_devices:
                     found.append(some)
-                if number == 1:
-                    found += map(some.first, types[0].fewer_devices())
+                found += map(some.first, types[0].fewer_devices()) if number == 1 else some.with_fewer_nodes()
+        return found
+
+    def with_fewer_nodes(self) -> list[Cluster]:
+        """The cluster with fewer nodes of one type (1, 2, 4, ... and the divisors of their number), of each type."""
+        found: list[Cluster] = []
+        for place, node_type in enumerate(self.nodes):
+            for count in (n // node_type.devices_per_node for n in node_type.fewer_devices()):
+                if count:
+                    nodes = [*self.nodes]
+                    nodes[place] = node_type.model_copy(update={"count": count})
+                    name = f"{self.name}, with {count} of {node_type.count} nodes of {node_type.device.name}"
+                    found.append(Cluster(name=name, nodes=nodes))
         return found
 
     def scaled(self, num_devices: int) -> Cluster:

@@ -148,6 +148,21 @@ def test_no_plan_is_slower_than_that_of_a_part_of_the_devices(seed: int):
     assert bool(plan.whole[0]) == (plan.stages[0].cluster.num_devices < cluster.num_devices)
 
 
+def test_parts_of_a_mixed_cluster():
+    """Each type, with fewer nodes and within a node; both types, and fewer nodes of either."""
+    types = load_cluster(Path("a100_v100_mixed")).nodes
+    few = [each.model_copy(update={"count": count}) for each, count in zip(types, (3, 2), strict=True)]
+    parts = Cluster(name="c", nodes=few).parts()
+    found = [tuple((each.device.name, each.count * each.devices_per_node) for each in part.nodes) for part in parts]
+    (fast, fast_size), (slow, slow_size) = ((each.device.name, each.devices_per_node) for each in few)
+    both = {((fast, fast_size * a), (slow, slow_size * b)) for a, b in ((1, 2), (2, 2), (3, 1))}
+    assert {each for each in found if len(each) == 2} == both
+    assert ((fast, 2 * fast_size),) in found
+    assert ((slow, 1),) in found
+    assert len(set(found)) == len(found)
+    assert len({part.name for part in parts if len(part.nodes) == 2}) == len(both)
+
+
 def test_slow_devices_are_left_out_where_they_would_slow_the_others_down():
     """With equal shares all 128 devices of this cluster take longer for a step than its 64 faster ones."""
     equal: dict[str, Any] = {"forced": {"shares": ()}}
