@@ -232,8 +232,9 @@ class LoggingSettings(Section):
     interval_steps: PositiveInt = Field(10, description="steps between lines of RUN/metrics.jsonl")
     wandb: Literal["off", "offline", "online"] = Field(
         "off",
-        description="Weights & Biases (pip install m6-recipes[tracking]); offline writes to RUN/wandb for a later "
-        "sync; unless this is off, the variable WANDB_MODE takes precedence",
+        description="Weights & Biases (pip install m6-recipes[tracking]); offline writes to RUN/wandb, "
+        "which `wandb sync RUN/wandb/offline-run-*` sends later; "
+        "unless this is off, the variable WANDB_MODE takes precedence",
     )
     wandb_project: str = Field("m6-recipes", pattern=r"^[^/\\#?%:]{1,128}$", description="project in Weights & Biases")
     wandb_name: str | None = Field(
