@@ -71,7 +71,7 @@ class MoEConfig:
         z_loss_weight: weight of the z-loss; it keeps the router's logits small.
         balance_bias_rate: step of the biases for load balancing without a loss (arXiv 2408.15664); 0: no biases.
         recompute_activation: compute the hidden activation again in the backward pass instead of keeping it.
-        exchange: the kind of exchange with experts on other ranks, see ``moe.exchange.exchange_steps``; "auto"
+        exchange: the kind of exchange with experts on other ranks, see ``moe.exchange_steps.exchange_steps``; "auto"
             chooses the exchange with fewer rows.
         dispatch_dtype: the number format of rows exchanged between ranks (all-to-all, all-gather, reduce-scatter):
             "same" as in the model, "bfloat16", "float8" for dispatch and bfloat16 for combine, or "float8_both" for

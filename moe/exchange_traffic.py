@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from moe.config import MoEConfig
-from moe.exchange import exchange_steps
+from moe.exchange_steps import exchange_steps
 
 _GATE_BYTES, _POSITION_BYTES, _NUMBER_BYTES = 4, 4, 8  # float32, int32, int64
 

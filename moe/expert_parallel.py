@@ -17,7 +17,8 @@ from moe.autograd import custom_gradient, same
 from moe.collectives import Collectives, Traffic
 from moe.config import MoEConfig
 from moe.dispatch import Dispatcher, Exchange, LocalDispatcher, StagedForward
-from moe.exchange import AllToAllExchange, ExchangeStep, HierarchicalExchange, PrototypeExchange, exchange_steps
+from moe.exchange import AllToAllExchange, HierarchicalExchange, PrototypeExchange
+from moe.exchange_steps import ExchangeStep, exchange_steps
 from moe.experts import Experts
 from moe.layer import MoELayer
 from moe.overlap import OverlappingDispatcher

@@ -41,7 +41,7 @@ PACKAGES = ("moe", "offload")
 OTHER_TESTS = {
     "moe/activations.py": ("tests/unit/moe/kernels/test_experts_op.py", "tests/unit/moe/test_layer.py"),
     "moe/dispatch.py": ("tests/unit/moe/test_exchange.py", "tests/unit/moe/test_layer.py"),
-    "moe/exchange.py": ("tests/unit/moe/test_expert_parallel.py",),
+    "moe/exchange_steps.py": ("tests/unit/moe/test_expert_parallel.py",),
     "moe/experts.py": ("tests/unit/moe/test_layer.py", "tests/unit/moe/kernels/test_experts_op.py"),
     "moe/kernels/compiled.py": ("tests/unit/moe/kernels/test_products.py",),
     "moe/kernels/experts_op.py": ("tests/unit/moe/test_layer.py",),

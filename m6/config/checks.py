@@ -13,7 +13,7 @@ from m6.config.run import RunConfig
 from m6.config.tensor import TensorSettings
 from m6.data.workers import check_number
 from m6.errors import UserError
-from moe.exchange import exchange_steps
+from moe.exchange_steps import exchange_steps
 
 if TYPE_CHECKING:
     from m6.tokenizers.text import M6Tokenizer

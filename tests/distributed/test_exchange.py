@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe import MoEConfig, MoELayer
 from moe.collectives import Collectives
-from moe.exchange import exchange_steps
+from moe.exchange_steps import exchange_steps
 from moe.expert_parallel import _make_dispatcher, _make_groups
 from tests.distributed.exchange_bytes import check_bytes_and_balance, check_payloads
 from tests.distributed.exchange_layers import FFN, HIDDEN, assert_equal, config, make_layer, split

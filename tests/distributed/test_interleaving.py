@@ -20,7 +20,7 @@ from m6.runs.processes import start
 from m6.training.engine.build import build_engine
 from m6.training.offloading.report import MEMORY_RECORD
 from moe import collectives, deferred_gradients
-from moe.exchange import exchange_steps
+from moe.exchange_steps import exchange_steps
 from moe.experts import Experts
 from moe.overlap_simulator import interleaved_operations
 from tests.distributed.spawn import run_distributed

@@ -94,7 +94,7 @@ def test_this_process_would_notice(without_torch: WithoutTorch, code: str):
         "m6.slurm.submission",
         "moe",
         "moe.config",
-        "moe.exchange",
+        "moe.exchange_steps",
     ],
 )
 def test_checks_are_imported_without_it(without_torch: WithoutTorch, module: str):

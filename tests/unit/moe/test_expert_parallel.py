@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from moe import MoEConfig
-from moe.exchange import exchange_steps
+from moe.exchange_steps import exchange_steps
 from moe.exchange_traffic import exchange_traffic
 
 

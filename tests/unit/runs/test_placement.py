@@ -8,7 +8,7 @@ import pytest
 from m6.config.run import RunConfig, parse_config
 from m6.runs.environment import misplacement
 from moe import MoEConfig
-from moe.exchange import exchange_steps
+from moe.exchange_steps import exchange_steps
 from moe.exchange_traffic import exchange_traffic
 from tests.fixtures.tiny_run import tiny_document
 
