@@ -25,6 +25,7 @@ class M6ModelOutput(ModelOutput):
     Attributes:
         last_hidden_state: [B, S, hidden_size], after the final norm.
         hidden_states: with ``output_hidden_states`` the input of each block, then ``last_hidden_state``; else None.
+            With sequence parallelism the inputs of blocks are this rank's parts.
         aux_loss: scalar fp32, the sum of the sparse layers' weighted router losses, each a mean over tokens; 0 for a
             dense model.
         aux_losses: fp32 [B], the same for each row: a mean over its tokens.

@@ -129,7 +129,7 @@ class Division:
         return part if self.gathered is None else grid.gather(part, self.gathered, self._dim)
 
     def reduce_scatter(self, partial: Tensor, grid: Grid) -> Tensor:
-        """This rank's part of the sum of all ranks' partial results; the reverse of ``bring``."""
+        """This rank's part of the sum of all ranks' partial results; the reverse of ``all_gather``."""
         if self.gathered is not None:
             return grid.scatter(partial, self.gathered, self._dim)
         return partial if self.summed is None else grid.sum(partial, self.summed)
@@ -161,7 +161,7 @@ class Placement:
     """The sharding of a pair of matmuls. The second one reads the result of the first one.
 
     Attributes:
-        name: of the placement, see ``received.py``.
+        name: of the placement, see ``m6/architecture/communication_volume.py``.
         first, second: the matmuls.
     """
 
@@ -183,7 +183,7 @@ ONE = Placement(
     ProductPlacement(Division(summed=0), Division(columns=(0,)), Division(columns=(0,))),
     ProductPlacement(Division(columns=(0,)), Division(rows=(0,)), Division(summed=0)),
 )
-# With divided tokens g is the reduce-scatter of the output, and f the all-gather of the input, of whose parts alone are
+# With divided tokens g is the reduce-scatter of the output, and f the all-gather of the input, of which only parts are
 # kept.
 OF_TOKENS = Placement(
     "1d",

@@ -200,8 +200,9 @@ class SequenceParts(StateLayout):
         """See ``StateLayout.dropout``; the same numbers are dropped as in whole hidden states."""
         if not module.training or not module.p:
             return hidden_states
-        factors = module(hidden_states.new_ones(rows, length, hidden_states.shape[-1]))
-        return hidden_states * self._own(factors)
+        kept = self._own(module(hidden_states.new_ones(rows, length, hidden_states.shape[-1])) != 0)
+        # The factor of 16-bit numbers is not rounded to 16 bits, as in PyTorch's dropout on GPUs.
+        return torch.where(kept, hidden_states * (0.0 if module.p == 1 else 1 / (1 - module.p)), 0.0)
 
     def of_tokens(self, projected: Tensor, rows: int, length: int) -> Tensor:
         """See ``StateLayout.of_tokens``."""
@@ -238,8 +239,8 @@ class PartLayerNorm(nn.LayerNorm):
 class ShardedEmbedding(_Divided):
     """This rank's rows of the token embedding.
 
-    Of P ranks rank p has the rows p, p + P, p + 2 P, ...: so texts and each codebook of images have as many rows on
-    every rank, and the size of the vocabulary need not be a multiple of P.
+    Of P ranks rank p has the rows p, p + P, p + 2 P, ...: so texts and each codebook of images are even up to one
+    row, and the size of the vocabulary need not be a multiple of P.
 
     Args:
         whole: on the meta device.

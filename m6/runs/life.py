@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,6 +27,8 @@ _BEAT_S, _SILENT_S = 4.0, 14.0
 _DYING_S, _POLL_S = 3.0, 0.1
 # How long a rank that was not told of a loss goes on after it: most get an error within that time, and name the rank.
 _UNTOLD_S = 20.0
+# How long rank 0 stays for the others after its work.
+_LAST_S = 60.0
 _NUMBERS = itertools.count()
 # How many of the reasons that ranks left are read.
 _REASONS = 16
@@ -41,7 +44,7 @@ class LifeSigns:
     """Shows the other ranks that this one lives, and tells whose signs have ended.
 
     Ranks of one machine see each other's processes. Of a rank elsewhere they see a number in the store of the process
-    group, which it counts up, and beside it the place in the program unless it waits for others. A rank that ends with
+    group, which it counts up, and with it the place in the program unless it waits for others. A rank that ends with
     an error leaves its reason there.
 
     No error of a connection reaches a rank that waits in the store, as all do while groups are made: it would stand
@@ -97,11 +100,18 @@ class LifeSigns:
             raise
 
     def close(self) -> None:
-        """Ends the signs, and says that this rank needs no other any more."""
+        """Ends the signs, and says that this rank needs no other any more.
+
+        Rank 0 may have the store in its process: it waits a while for the others, which could not tell its end from a
+        loss without the store.
+        """
         self._over.set()
         if self._has_store:
             with self._asking():
                 self._store.set(f"m6_over/{self._runtime.rank}", "")
+                if self._runtime.rank == 0 and not self._leaving.is_set():
+                    others = [f"m6_over/{rank}" for rank in range(1, self._runtime.world_size)]
+                    self._store.wait(others, timedelta(seconds=_LAST_S))
 
     def _go_on(self) -> None:
         number, found_at = 0, None
@@ -159,7 +169,7 @@ class LifeSigns:
                 return gone
             time.sleep(_POLL_S)
         later = self._beats(asked)
-        if silent := [rank for rank in asked if later.get(rank) == beats.get(rank)]:
+        if silent := [rank for rank in asked if rank not in later or later[rank] == beats.get(rank)]:
             return dict.fromkeys(silent, "")
         places = {rank: later[rank].partition(" ")[2] for rank in asked if after_timeout}
         return {

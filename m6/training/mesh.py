@@ -196,13 +196,18 @@ class Mesh:
         divided = [divide_by_nodes(ranks, own) for ranks in groups]
         if not all(divided):
             return None
-        inside = own_group([ranks for nodes in divided for ranks in nodes], "node")
-        between = own_group([ranks for nodes in divided for ranks in zip(*nodes, strict=True)], "nodes")
+        inside = self._formed([ranks for nodes in divided for ranks in nodes], "node")
+        between = self._formed([ranks for nodes in divided for ranks in zip(*nodes, strict=True)], "nodes")
         nodes = next(nodes for nodes in divided if any(self.dims.rank in ranks for ranks in nodes))
         number = next(number for number, ranks in enumerate(nodes) if self.dims.rank in ranks)
         assert inside is not None
         assert between is not None
         return NodeGroups(number, len(nodes[0]), inside, between)
+
+    def ring_between_nodes(self, groups: Sequence[Sequence[int]]) -> float:
+        """Returns the share of the ranks of this rank's group among ``groups`` whose next one is on another node."""
+        ranks = next(ranks for ranks in groups if self.dims.rank in ranks)
+        return share_between_nodes(ranks, ranks_per_node(self.dims.world_size))
 
     def install(self) -> Mesh | None:
         """Makes this object DeepSpeed's ``mpu`` if the model is divided, and returns it; otherwise None.
@@ -267,6 +272,12 @@ def divide_by_nodes(ranks: Sequence[int], per_node: int) -> list[list[int]]:
     nodes = [list(each) for _, each in itertools.groupby(ranks, lambda rank: rank // per_node)]
     sizes = {len(each) for each in nodes}
     return nodes if len(nodes) > 1 and len(sizes) == 1 and sizes != {1} else []
+
+
+def share_between_nodes(ranks: Sequence[int], per_node: int) -> float:
+    """Returns the share of global ranks whose next one in a ring is on another node, with ``per_node`` ranks a node."""
+    following = [*ranks[1:], *ranks[:1]]
+    return sum(a // per_node != b // per_node for a, b in zip(ranks, following, strict=True)) / len(ranks)
 
 
 def own_group(groups: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup | None:

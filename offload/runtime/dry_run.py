@@ -31,7 +31,10 @@ class _Use(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """Memory at a time: the peak since the previous time, and the bytes that exist. Bytes may count from some begin."""
+    """Memory at a time: the peak since the previous time, and the bytes that exist.
+
+    In a ``DryPass`` bytes count from its begin.
+    """
 
     peak: int
     total: int

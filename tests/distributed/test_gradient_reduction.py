@@ -202,6 +202,10 @@ def by_nodes() -> None:
         if expected is not None:
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
             torch.testing.assert_close(alike, expected, rtol=0, atol=1e-14)
+    on_other_nodes = CountedCollectives(None, None, 1.0)
+    on_other_nodes.all_reduce(values.clone())
+    on_other_nodes.count_ring(8.0)
+    assert on_other_nodes.sent_between_nodes == on_other_nodes.sent_bytes == mine * 3 / 2 + 8
     for length in (1, 2, 3, 7):  # no multiple of the ranks of a node
         total = torch.full((length,), 1.0 + rank)
         CountedCollectives(None, nodes).all_reduce(total)
@@ -209,7 +213,7 @@ def by_nodes() -> None:
     for name in OPTIONS:
         settings = settings_of(name)
         sums = []
-        for collectives in (CountedCollectives(), CountedCollectives(None, nodes)):
+        for collectives in (CountedCollectives(), CountedCollectives(None, nodes, 0.5)):
             reducer = Reducer(settings, TENSORS, collectives, torch.zeros((), dtype=torch.float64))
             for step in range(3):
                 found = reducer(gradients_of(rank, step), step)

@@ -381,6 +381,24 @@ def lose(root: Path, how: str) -> None:
     sys.exit(code)
 
 
+def end_one_after_the_other(folder: Path) -> None:
+    from m6.runs.life import LifeSigns
+    from m6.runs.processes import start
+
+    runtime = start()
+    signs = LifeSigns(runtime)
+    if runtime.rank == 1:
+        time.sleep(1)
+        (folder / "late").touch()
+    signs.close()
+    assert (folder / "late").exists()
+
+
+def test_rank_0_stays_until_the_others_are_done(tmp_path: Path):
+    """It has the store. Without it the others could not tell the end of rank 0 from a loss."""
+    run_distributed(end_one_after_the_other, 2, tmp_path)
+
+
 @pytest.mark.parametrize("how", LOST)
 def test_a_rank_that_is_lost_is_named_by_those_that_survive(tmp_path: Path, how: str):
     """Instead of an error of gloo: by its process, by its signs of life, or by the reason that it left."""

@@ -76,7 +76,7 @@ class Activations:
         """The part of ``kept_by_blocks`` without a split by tensor parallelism: with checkpointing the inputs of
         blocks, otherwise five vectors of each block (arXiv 2205.05198, equation 2)."""
         if self.sequence_parallel:
-            return 0
+            return self._whole_tokens_of_experts()
         vectors = 1 if self.config.m6.training.activation_checkpointing else 5
         return min(self.kept_by_blocks(), vectors * self.model.num_layers * self.block_input())
 
@@ -216,6 +216,13 @@ class Activations:
         if moe.balance_scope == "sequence" and moe.aux_loss_weight:
             router += real * moe.num_experts * FP32  # the shares of each token's sequence
         return router
+
+    def _whole_tokens_of_experts(self) -> int:
+        """Bytes kept by the layers of experts for all tokens, though other layers keep parts of them."""
+        if self.config.m6.training.activation_checkpointing or self.model.moe is None:
+            return 0
+        each = self.router() + self.combined(self.model.hidden_size)
+        return min(self.kept_by_blocks(), self.model.num_moe_layers * each)
 
     def combined(self, output_size: int) -> int:
         """Positions and results of the real tokens, before the scatter into the padded batch."""

@@ -26,7 +26,7 @@ class StepTime:
         experts: grouped matrix products of experts.
         elementwise: all other operators, limited by memory bandwidth.
         launch: the least time of each operator.
-        exchange: exposed dispatch and combine of tokens; all-reduces of tensor parallelism.
+        exchange: exposed dispatch and combine of tokens; collectives of tensor parallelism.
         reduction: all-reduce of gradients and all-gather of weights.
         update: the optimizer on the device.
         host: exposed transfers between host and device, and the exposed update on the host.
@@ -212,12 +212,13 @@ def core_share(nodes: Nodes) -> float:
 
 
 _FORWARD_PASSES, _BACKWARD_PASSES = 2, 3  # reads and writes of the saved bytes
-Sizes = tuple[int, int, int, bool, str]
+Sizes = tuple[int, int, int, bool, str, bool]
 
 
 def sizes_of(layout: ParallelLayout) -> Sizes:
     """The cache key of the time of a micro-batch without communication."""
-    return layout.micro_batch_size, layout.ep_size, layout.tp_size, layout.checkpointing, layout.placement
+    groups = layout.tp_size, layout.checkpointing, layout.placement, layout.sequence_parallel
+    return layout.micro_batch_size, layout.ep_size, *groups
 
 
 class ComputeTime:
@@ -229,7 +230,7 @@ class ComputeTime:
 
     def __init__(self, config: RunConfig, memory: MemoryModel, nodes: Nodes, profile: Profile) -> None:
         self.config, self.memory, self.nodes, self.profile = config, memory, nodes, profile
-        self._works: dict[tuple[int, int, int, str], list[tuple[BlockWork, int]]] = {}
+        self._works: dict[tuple[int | str, ...], list[tuple[BlockWork, int]]] = {}
         self._wholes: dict[Sizes, StepTime] = {}
 
     def __call__(self, layout: ParallelLayout) -> StepTime:
@@ -246,7 +247,7 @@ class ComputeTime:
     def work(self, layout: ParallelLayout) -> list[tuple[BlockWork, int]]:
         """The distinct blocks, and how often each is computed."""
         # The search visits thousands of layouts with the same sizes.
-        key = (layout.micro_batch_size, layout.ep_size, layout.tp_size, layout.placement)
+        key = (layout.micro_batch_size, layout.ep_size, layout.tp_size, layout.placement, layout.sequence_parallel)
         if key not in self._works:
             batch = self.memory.batch_of(layout)
             self._works[key] = work_of(self.config, self.memory.model, batch, layout)

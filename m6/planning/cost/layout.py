@@ -15,8 +15,8 @@ from m6.config.shares import BatchSplit
 from m6.config.tensor import TensorSettings
 
 LayoutPlacement = PlacementName | Literal["megatron"]
-"""How matrices are divided. Megatron-LM also divides embeddings, head and vectors, which no engine here does: it is for
-the prices of published layouts."""
+"""How matrices are divided. Megatron-LM also divides vectors and the matrices of experts, which no engine here does: it
+is for the prices of published layouts."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ParallelLayout:
 
     Attributes:
         ep_size: expert-parallel ranks; they share one set of experts.
-        tp_size: tensor-parallel ranks; they share the matrices of blocks.
+        tp_size: tensor-parallel ranks; they share the matrices of blocks and the token embedding.
         pp_size: ranks of a pipeline.
         zero_stage: 0 to 3.
         micro_batch_size: samples of one forward pass of a rank.
@@ -65,6 +65,8 @@ class ParallelLayout:
     def __post_init__(self) -> None:
         for name in ("cut", "shares"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists
+        divides_tokens = self.sequence_parallel and self.tp_size > 1 and self.placement == "1d"
+        object.__setattr__(self, "sequence_parallel", divides_tokens)  # has no meaning elsewhere
 
     @property
     def pipeline(self) -> PipelineSettings | None:
@@ -129,6 +131,7 @@ class ParallelLayout:
         parts = [f"world {self.world_size}", f"ep {self.ep_size}", f"zero {self.zero_stage}"]
         if self.tp_size > 1:
             parts.append(f"tp {self.tp_size} {self.placement}")
+            parts += ["sequence parallel"] if self.sequence_parallel else []
         if self.pp_size > 1:
             parts.append(f"pp {self.pp_size} {self.schedule}")
             parts += [f"stages of {'+'.join(map(str, self.cut))} layers"] if self.cut else []

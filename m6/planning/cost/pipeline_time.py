@@ -217,7 +217,7 @@ def any_stages(place: int, stages: Sequence[range]) -> bool:
 def _sizes(layout: ParallelLayout) -> tuple[int, ...]:
     """The cache key of the times of layers."""
     sizes = layout.ep_size, layout.tp_size, layout.pp_size, layout.micro_batch_size, layout.ranks_per_node
-    return (layout.world_size, *sizes, layout.checkpointing)
+    return (layout.world_size, *sizes, layout.checkpointing, layout.sequence_parallel)
 
 
 def _seconds(layers: Sequence[Sequence[LayerTime]]) -> list[list[float]]:

@@ -314,6 +314,7 @@ class TimeModel:
         """Seconds of a micro-batch's residual stream, or its gradient, between two neighbouring ranks of a pipeline."""
         batch = self.memory.batch_of(layout)
         numel = batch.rows * batch.sequence_length * self.config.model.hidden_size
+        numel //= layout.tp_size if layout.sequence_parallel else 1
         seconds = send_s(numel * self.memory.precision.residual, self.cluster, self.nodes, self.profile)
         return seconds * self.profile.factor("exchange")
 

@@ -134,7 +134,11 @@ def work_of(
         if block.type == "dense":
             saved = activations.block(sparse=False)
             # Norms, dropout and the residual stream: five vectors of a block (arXiv 2205.05198, equation 2).
-            whole = min(saved, 5 * activations.block_input()) if tp_size > 1 and whole_states else 0
+            whole = (
+                min(saved, 5 * activations.block_input())
+                if tp_size > 1 and whole_states and not layout.sequence_parallel
+                else 0
+            )
             ffn = _feed_forward(layout, tokens, width, model.ffn_hidden_size, dtype)
             deferred = (attention[0], attention[-1], *ffn)
             work = BlockWork(attention + ffn, saved, None, _DENSE_OPERATORS, True, whole_bytes=whole, deferred=deferred)
@@ -185,14 +189,14 @@ def work_of(
             )
             saved = activations.embeddings() + 3 * activations.vectors * precision.residual
             whole = saved if whole_states else 0
-            reduced = tokens * width * precision.compute
+            reduced = tokens * width * precision.residual
             work = BlockWork(products, saved, None, _OUTER_OPERATORS, False, whole_bytes=whole, reduced_bytes=reduced)
         else:
             columns = model.vocab_size // tp_size
             head_product = (Matmul(batch.targets, columns, width, dtype),) if batch.targets else ()
             saved = activations.norm() + activations.head() + 2 * batch.targets * model.vocab_size * FP32
             whole = activations.norm() if whole_states else 0
-            reduced = batch.targets * width * precision.compute
+            reduced = batch.targets * width * precision.residual
             work = BlockWork(
                 head_product, saved, None, _OUTER_OPERATORS, False, whole_bytes=whole, reduced_bytes=reduced
             )

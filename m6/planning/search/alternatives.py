@@ -14,6 +14,7 @@ from m6.architecture.communication_volume import (
     PLACEMENTS,
     PlacementName,
     volume_of_attention,
+    volume_of_divided_tokens,
     volume_of_expert,
     volume_of_feed_forward,
     volume_of_pair,
@@ -190,7 +191,10 @@ def _received(planner: Planner, layout: ParallelLayout) -> float:
     assert layout.placement != "megatron"
     each = volume_of_attention(layout.tp_size, tokens, model.hidden_size)
     each += volume_of_feed_forward(layout.placement, layout.tp_size, tokens, model.hidden_size, model.ffn_hidden_size)
-    return model.num_layers * steps * each
+    of_tokens = 0.0
+    if layout.sequence_parallel:
+        of_tokens = volume_of_divided_tokens(layout.tp_size, tokens, model.hidden_size, model.num_layers)
+    return steps * (model.num_layers * each + of_tokens)
 
 
 def _fastest(planner: Planner, placement: PlacementName | None) -> PricedLayout | None:

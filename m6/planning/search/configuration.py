@@ -26,7 +26,7 @@ def configure(config: RunConfig, layout: ParallelLayout) -> dict[str, Any]:
         UserError: a run's JSON cannot ask for the layout.
     """
     if layout.tp_size > 1 and layout.tensor is None:
-        raise UserError(f"{layout}: no engine here divides embeddings and head")
+        raise UserError(f"{layout}: no engine here divides vectors and the matrices of experts")
     if layout.stream_experts and config.expert_store is None:
         raise UserError(
             f"{layout}: the budgets of streamed experts are the run's; add the section m6.offload to its JSON"

@@ -116,7 +116,7 @@ class Planner:
                 at_once = self._values("overlap_micro_batches", (1, 2) if may_interleave else (1,))
                 for stream, count in itertools.product(self._values("stream_experts", streams), at_once):
                     sizes = {"tp_size": tp_size, "placement": placement, "pp_size": pp_size}
-                    sizes["sequence_parallel"] = self._divides_tokens(tp_size, placement)
+                    sizes["sequence_parallel"] = self._divides_tokens()
                     layout = ParallelLayout(
                         world, stream_experts=stream, overlap_micro_batches=count, **sizes, **chosen
                     )
@@ -151,9 +151,9 @@ class Planner:
             if fits or ("tp_size" in self.forced and placement == PLACEMENTS[0]):
                 yield size, placement
 
-    def _divides_tokens(self, tp_size: int, placement: PlacementName) -> bool:
+    def _divides_tokens(self) -> bool:
         own = self.config.tensor is not None and self.config.tensor.sequence_parallel
-        return bool(self.forced.get("sequence_parallel", own and tp_size > 1 and placement == PLACEMENTS[0]))
+        return bool(self.forced.get("sequence_parallel", own))
 
     def _values(self, name: str, values: Iterable[Any]) -> list[Any]:
         return [self.forced[name]] if name in self.forced else list(values)

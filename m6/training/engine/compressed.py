@@ -80,7 +80,8 @@ class CompressedGradients(GradientReducer):
     def end_step(self) -> None:
         """See ``GradientReducer.end_step``."""
         if not self._has_sent:
-            self._collectives.count_ring(self._all_reduce_bytes())
+            self._collectives.count_ring(self._reducer.bytes_due(self._step)[1])
+            self._same_experts.count_ring(self._expert_bytes)
         self._step, self._has_sent = self._step + 1, False
 
     def interval_metrics(self) -> dict[str, Any]:
@@ -94,7 +95,7 @@ class CompressedGradients(GradientReducer):
             sent, counted.sent_bytes = sent + counted.sent_bytes, 0.0
             between_nodes, counted.sent_between_nodes = between_nodes + counted.sent_between_nodes, 0.0
         found = {"sent": sent / steps, "all_reduce": self._all_reduce_bytes()}
-        if self._collectives.nodes is not None:
+        if self._collectives.ring_between_nodes or self._same_experts.ring_between_nodes:
             found["between_nodes"] = between_nodes / steps
         return {"gradient_bytes": found}
 

@@ -54,7 +54,7 @@ class NumberedStage(PipelineStage):
         module: maps hidden states, except in the first stage, and ``number`` to hidden states or a loss [1].
         index, num_stages: of this stage.
         row: hidden states of one row, [1, S, D] on the meta device.
-        shape: maps the number of a micro-batch to its number of rows and tokens in a row.
+        shape: maps the number of a micro-batch to the shape of hidden states between stages, less the last dimension.
         group: the ranks of the pipeline.
         splits: whether a schedule may compute the gradients of inputs first and the gradients of weights later;
             otherwise it computes both together, at the earlier position.

@@ -116,11 +116,14 @@ class PipelineGradients(GradientReducer):
     def __init__(self, mesh: Mesh, module: nn.Module, sent_type: torch.dtype | None) -> None:
         super().__init__(mesh, module)
         self._sent_type = sent_type
-        self.dense = CountedCollectives(mesh.replicas, mesh.by_nodes(mesh.dims.ranks("dp")))
+        copies, of_experts = mesh.dims.ranks("dp"), mesh.dims.copies_of_experts()
+        self.dense = CountedCollectives(mesh.replicas, mesh.by_nodes(copies), mesh.ring_between_nodes(copies))
         same_experts = expert_group("expert_data_parallel", mesh.dims.ep)
         self.experts = self.dense
         if same_experts is not None:
-            self.experts = CountedCollectives(same_experts, mesh.by_nodes(mesh.dims.copies_of_experts()))
+            self.experts = CountedCollectives(
+                same_experts, mesh.by_nodes(of_experts), mesh.ring_between_nodes(of_experts)
+            )
 
     def sums(self, loss_scale: float, averaged_over: int) -> dict[nn.Parameter, Tensor]:
         """See ``GradientReducer.sums``; only for ``averaged_over`` 1."""

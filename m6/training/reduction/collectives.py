@@ -39,16 +39,22 @@ class CountedCollectives:
     Args:
         group: None: all ranks.
         nodes: the ranks of ``group`` by nodes; None: one exchange with all ranks.
+        ring_between_nodes: the share of ranks whose next one is on another node.
 
     Attributes:
         group, ranks: the argument, and the number of its ranks.
         sent_bytes: bytes sent by this rank, if an all-reduce is a ring and in an all-gather each rank sends its part to
             every other rank. Node-first collectives send as many.
-        sent_between_nodes: the part of ``sent_bytes`` for other nodes; 0 if ``nodes`` is None.
+        sent_between_nodes: the part of ``sent_bytes`` for other nodes, in the mean of ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, nodes: NodeGroups | None = None) -> None:
-        self.group, self.nodes = group, nodes
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        nodes: NodeGroups | None = None,
+        ring_between_nodes: float = 0.0,
+    ) -> None:
+        self.group, self.nodes, self.ring_between_nodes = group, nodes, ring_between_nodes
         self.ranks = dist.get_world_size(group)
         self.sent_bytes = self.sent_between_nodes = 0.0
 
@@ -62,10 +68,11 @@ class CountedCollectives:
         """Sums the tensor in place."""
         if self.ranks == 1:
             return
-        self.sent_bytes += ring_bytes(tensor.nbytes, self.ranks)
         if self.nodes is None:
             dist.all_reduce(tensor, group=self.group)
+            self.count_ring(ring_bytes(tensor.nbytes, self.ranks))
             return
+        self.sent_bytes += ring_bytes(tensor.nbytes, self.ranks)
         nodes, local = self._nodes_and_ranks
         padded = torch.nn.functional.pad(tensor.reshape(-1), (0, -tensor.numel() % local))
         own = padded.new_empty(padded.numel() // local)
@@ -78,18 +85,18 @@ class CountedCollectives:
     def count_ring(self, sent_bytes: float) -> None:
         """Counts bytes sent by this rank outside of this object, in a ring of ranks in order."""
         self.sent_bytes += sent_bytes
-        if self.nodes is not None:  # one rank of a node has its neighbour on another node
-            self.sent_between_nodes += sent_bytes / self.nodes.ranks_of_node
+        self.sent_between_nodes += sent_bytes * self.ring_between_nodes
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
         """Sums rows [ranks, n] over ranks, and returns the row of this rank [n]."""
         if self.ranks == 1:
             return rows[0]
-        self.sent_bytes += ring_bytes(rows.nbytes, self.ranks) / 2
         total = torch.empty_like(rows[0])
         if self.nodes is None:
             dist.reduce_scatter_single(total, rows.flatten(), group=self.group)
+            self.count_ring(ring_bytes(rows.nbytes, self.ranks) / 2)
             return total
+        self.sent_bytes += ring_bytes(rows.nbytes, self.ranks) / 2
         nodes, local = self._nodes_and_ranks
         of_place = rows.view(nodes, local, -1).transpose(0, 1).reshape(local, -1)
         own = torch.empty_like(of_place[0])  # [nodes * n]: for the ranks at this rank's place on all nodes
@@ -100,9 +107,10 @@ class CountedCollectives:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Gathers the tensors of all ranks, in the order of ranks. All have the same shape."""
-        self.sent_bytes += gathered_bytes(tensor.nbytes, self.ranks)
         if self.nodes is None:
+            self.count_ring(gathered_bytes(tensor.nbytes, self.ranks))
             return _gathered(tensor, self.group, self.ranks)
+        self.sent_bytes += gathered_bytes(tensor.nbytes, self.ranks)
         nodes, local = self._nodes_and_ranks
         of_place = torch.stack(_gathered(tensor, self.nodes.between, nodes))
         self.sent_between_nodes += gathered_bytes(tensor.nbytes, nodes)

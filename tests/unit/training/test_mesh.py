@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m6.training.fake_world import fake_process_group
-from m6.training.mesh import Mesh, ParallelDims, divide_by_nodes
+from m6.training.mesh import Mesh, ParallelDims, divide_by_nodes, share_between_nodes
 from tests.distributed.spawn import run_distributed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -105,6 +105,9 @@ def test_ranks_by_nodes():
     """Only where nodes have the same number of ranks, two or more, and there are several nodes."""
     assert divide_by_nodes(range(4), 2) == [[0, 1], [2, 3]]
     assert divide_by_nodes([1, 3, 5, 7], 4) == [[1, 3], [5, 7]]
+    assert [share_between_nodes(range(4), each) for each in (1, 2, 4)] == [1.0, 0.5, 0.0]
+    assert share_between_nodes([0, 2], 2) == 1.0
+    assert share_between_nodes([1, 3, 5], 4) == 2 / 3
     assert divide_by_nodes(range(4), 4) == divide_by_nodes(range(6), 4) == divide_by_nodes([0, 2], 2) == []
     dims = ParallelDims(0, 16, pp=2, ep=4)
     assert dims.copies_of_experts()[:4] == [[0, 4], [1, 5], [2, 6], [3, 7]]
