@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from m6.cli.options import RunFolder, existing_run
+from m6.cli.options import RunFolder, check_run
 
 _SHOWN = 20  # differences of two checkpoints
 
@@ -25,6 +25,8 @@ def export(
     ] = None,
 ) -> None:
     """Writes a run's newest checkpoint in Hugging Face's format, with a model card, for ``from_pretrained``."""
+    if name is None:
+        check_run(run)
     from m6.export import check_push, export_hf, push
 
     if name is not None:
@@ -43,6 +45,7 @@ def delink(
 
     The same command runs under torchrun, deepspeed and srun.
     """
+    check_run(run)
     from m6.checkpoints.delink import delink_run
     from m6.runs.processes import start
 
@@ -53,11 +56,8 @@ def delink(
 
 
 def verify(
-    first: Annotated[Path, typer.Argument(metavar="RUN_A", help="the folder of a run", callback=existing_run)],
-    second: Annotated[
-        Path,
-        typer.Argument(metavar="RUN_B", help="the folder of the run to compare it with", callback=existing_run),
-    ],
+    first: Annotated[Path, typer.Argument(metavar="RUN_A", help="the folder of a run")],
+    second: Annotated[Path, typer.Argument(metavar="RUN_B", help="the folder of the run to compare it with")],
     step: Annotated[
         int | None, typer.Option(min=0, help="step of the checkpoints; default: the newest that both runs have")
     ] = None,
@@ -66,6 +66,8 @@ def verify(
 
     Exit code 0: equal; 1: different.
     """
+    check_run(first)
+    check_run(second)
     from m6.checkpoints.comparison import compare, open_step
 
     readers = open_step((first, second), step)

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import m6
-from m6.cli.options import ConfigFile, NewRunFolder, Overrides, ProfileFile, Restart, RunFolder, check_file
+from m6.cli.options import ConfigFile, NewRunFolder, Overrides, ProfileFile, Restart, RunFolder, check_file, check_run
 from m6.cli.process import (
     check_address_space,
     is_full_disk,
@@ -203,6 +203,9 @@ def evaluate(
     ] = None,
 ) -> None:
     """Compares the loss of each objective on held-out data with unigram, bigram and 5-gram models."""
+    if out is not None:
+        check_file(out, "the Markdown file")
+    check_run(run)
     from m6.evaluation.report import report_file, write_report
 
     out = out or report_file(run, data, split)
@@ -252,6 +255,7 @@ def submit(
 @app.command()
 def status(run: RunFolder) -> None:
     """Shows the status of a run: jobs, attempts, step, loss, speed, checkpoint, disk."""
+    check_run(run)
     from m6.slurm.status import describe_status
 
     print(describe_status(run))
@@ -272,14 +276,15 @@ def plot(
     """Plots a run's curves, the load of its experts, or its device memory."""
     if experts and memory:
         raise UserError("plot: give either --experts or --memory")
+    if out is not None:
+        check_file(out, "the PNG")
+    check_run(run)
     if experts:
         from m6.plots.experts import plot_experts as draw
     elif memory:  # needs the model; its import takes seconds
         from m6.plots.plans import plot_memory as draw
     else:
         from m6.plots.run import plot_run as draw
-    if out is not None:
-        check_file(out, "the PNG")
     print(draw(run, out))
 
 

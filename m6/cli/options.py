@@ -16,24 +16,13 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def existing_run(folder: Path) -> Path:
-    """Returns the folder of a run, before the import of torch and the model.
-
-    Raises:
-        UserError: there is no such folder.
-    """
-    if not folder.is_dir():
-        raise UserError(f"{folder / 'config.json'}: no such file")
-    return folder
-
-
 ConfigFile = Annotated[Path, typer.Argument(help="the run's JSON, or the name of a shipped one, for example m6_smoke")]
 ConfigFiles = Annotated[list[Path], typer.Argument(help="JSONs of runs, or names of shipped ones")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="KEY.PATH=VALUE, overrides a value of the JSON; can be repeated"),
 ]
-RunFolder = Annotated[Path, typer.Argument(help="the folder of a run", callback=existing_run)]
+RunFolder = Annotated[Path, typer.Argument(help="the folder of a run")]
 NewRunFolder = Annotated[
     Path | None,
     typer.Option("--run-dir", help="folder of the run; default runs/NAME of the JSON; an existing run is resumed"),
@@ -65,6 +54,12 @@ def refuse_options(context: typer.Context, names: Iterable[str], reason: str) ->
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise UserError(f"{context.info_name}: --{name.replace('_', '-')} {reason}")
+
+
+def check_run(folder: Path) -> None:
+    """Raises UserError if there is no folder of a run, before the import of torch."""
+    if not folder.is_dir():
+        raise UserError(f"{folder / 'config.json'}: no such file; is {folder} the folder of a run?")
 
 
 def check_model(folder: Path) -> None:

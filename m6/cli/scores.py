@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from m6.cli.options import RunFolder, check_file, check_model, check_report
+from m6.cli.options import RunFolder, check_file, check_model, check_report, check_run
 from m6.errors import UserError
 
 
@@ -108,6 +108,7 @@ def downstream(
             raise UserError(f'downstream needs the package {package}: pip install "m6-recipes[downstream]"')
     out = out or run / "downstream.md"
     check_report(out)
+    check_run(run)
     from m6.evaluation.downstream import write_downstream
 
     print(write_downstream(run, out, max_rows).read_text(encoding="utf-8"))

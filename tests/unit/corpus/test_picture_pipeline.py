@@ -175,7 +175,7 @@ def test_any_number_of_tasks_gives_the_same_bytes(folder: Path, corpus: Path, tm
 def test_a_killed_task_loses_only_its_own_unit(folder: Path, corpus: Path, tmp_path: Path):
     """SIGKILL in the middle of part 1 of the pictures, and again while a bucket is compared."""
     work = prepare(work_folder(tmp_path / "data"), make_plan(recipe_in(tmp_path / "data", folder)))
-    for module, function, after in (("cleaning", "square", 20), ("picture_copies", "shows", 1)):
+    for module, function, after in (("stages", "square", 20), ("picture_copies", "shows", 1)):
         code = (
             f"import os, signal, sys; from pathlib import Path; import m6.corpus.{module} as module\n"
             f"from m6.corpus.stages import STAGES, run_task\n"

@@ -199,13 +199,13 @@ def test_a_killed_task_loses_only_its_own_unit(inputs: dict[str, Path], corpus: 
     """SIGKILL while part 2 writes its signatures, and again while it writes its shards."""
     recipe = recipe_in(tmp_path / "data", inputs)
     work = prepare(work_folder(tmp_path / "data"), make_plan(recipe))
-    for module, function in (("cleaning", "write_signatures"), ("output", "_rows")):
+    for module, function in (("stages", "write_signatures"), ("output", "_rows")):
         code = (
             f"import os, signal, sys; from pathlib import Path; import m6.corpus.{module} as module\n"
             f"from m6.corpus.stages import STAGES, run_task\n"
             f"before = module.{function}\n"
             f"def dies(*arguments):\n"
-            f"    if len(list(Path(sys.argv[1]).glob('done/{'clean' if module == 'cleaning' else 'write'}/*'))) == 2:\n"
+            f"    if len(list(Path(sys.argv[1]).glob('done/{'clean' if module == 'stages' else 'write'}/*'))) == 2:\n"
             f"        os.kill(os.getpid(), signal.SIGKILL)\n"
             f"    return before(*arguments)\n"
             f"module.{function} = dies\n"
