@@ -162,7 +162,7 @@ def _refused_by_arithmetic(
 
 def _refused_tensor(config: RunConfig, layout: ParallelLayout) -> str | None:
     if layout.tensor is None:
-        return "no engine here divides embeddings and head"
+        return "no engine here divides vectors and the matrices of experts"
     if config.m6.moe is not None and config.tensor is None:
         return "with experts the search visits tensor groups only for a run that has m6.parallel.tensor"
     return layout.tensor.refusal(config.model)

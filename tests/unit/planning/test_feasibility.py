@@ -51,11 +51,11 @@ def test_experts_have_no_tensor_groups():
     assert FEASIBILITY.refusal(changed, {found.kind}) is None
     assert "only for a run that has m6.parallel.tensor" in found.reason
     megatron = replace(BASE, ep_size=1, tp_size=2, placement="megatron")
-    with pytest.raises(UserError, match="no engine here divides embeddings"):
+    with pytest.raises(UserError, match="no engine here divides vectors"):
         configure(CONFIG, megatron)
     refused = FEASIBILITY.refusal(megatron)
     assert refused is not None
-    assert "embeddings" in refused.reason
+    assert "vectors" in refused.reason
 
 
 @pytest.mark.parametrize(
