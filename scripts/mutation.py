@@ -37,11 +37,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "scripts/benchmarks/results/mutation.json"
 PACKAGES = ("moe", "offload")
-# Files without tests of their own name; the tests that are about them.
+# Tests of a file with another name than its own.
 OTHER_TESTS = {
     "moe/activations.py": ("tests/unit/moe/kernels/test_experts_op.py", "tests/unit/moe/test_layer.py"),
+    "moe/autograd.py": ("tests/unit/moe/test_precision.py",),
     "moe/dispatch.py": ("tests/unit/moe/test_exchange.py", "tests/unit/moe/test_layer.py"),
     "moe/exchange_steps.py": ("tests/unit/moe/test_expert_parallel.py",),
+    "moe/expert_parallel.py": ("tests/unit/moe/test_shared_tokens.py",),
     "moe/experts.py": ("tests/unit/moe/test_layer.py", "tests/unit/moe/kernels/test_experts_op.py"),
     "moe/kernels/compiled.py": ("tests/unit/moe/kernels/test_products.py",),
     "moe/kernels/experts_op.py": ("tests/unit/moe/test_layer.py",),
@@ -52,6 +54,7 @@ OTHER_TESTS = {
     "offload/optimizer/master_weights.py": ("tests/unit/offload/optimizer/test_update.py",),
     "offload/plan/placement.py": ("tests/unit/offload/plan/test_solver.py",),
     "offload/plan/solver.py": ("tests/unit/offload/plan/test_solver.py",),
+    "offload/runtime/activations.py": ("tests/unit/offload/runtime/test_arena.py",),
     "offload/runtime/dry_run.py": (
         "tests/unit/offload/runtime/test_activations.py",
         "tests/unit/offload/runtime/test_runtime.py",
@@ -152,7 +155,7 @@ def mutants_of(path: str) -> list[Mutant]:
 
 
 def tests_of(path: str) -> list[str]:
-    """The tests that mirror a module, and those of a file that has none of its own."""
+    """The tests that mirror a module, and those of other names."""
     module = Path(path)
     own = Path("tests/unit") / module.parent / f"test_{module.name}"
     tests = [str(own)] * (ROOT / own).exists() + [*OTHER_TESTS.get(path, ())]

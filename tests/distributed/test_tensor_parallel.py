@@ -200,6 +200,40 @@ def test_gradients_and_received_elements_of_every_placement(folder: Path):
     run_distributed(compare_gradients, 8, base, placements)
 
 
+def compare_kept_bytes(base: dict[str, Any]) -> None:
+    """Bytes kept for the backward pass: fewer with divided tokens, and near to those of the planner."""
+    from m6.config.run import parse_config
+    from m6.planning.cost.layout import layout_of
+    from m6.planning.cost.memory import MemoryModel
+    from m6.planning.machine.profile import Profile
+    from m6.runs.data import open_data
+    from m6.runs.processes import start
+    from m6.training.engine.build import build_engine
+    from m6.training.sizes import BatchShape, SavedTensors
+
+    runtime = start()
+    kept: list[int] = []
+    for section in (tensor(2), tensor(2, **TOKENS)):
+        config = parse_config({**base, "m6": {**base["m6"], "parallel": {"tensor": section}}})
+        engine, batch = build_engine(config, runtime), open_data(config).micro_batch(0)
+        engine.module.train()
+        with SavedTensors(engine.module) as saved:
+            engine.forward(batch)
+        kept.append(saved.bytes)
+        memory = MemoryModel(config, Profile(), BatchShape.of(batch))
+        found = memory.activations_of(layout_of(config, 2))
+        blocks, whole = found.kept_by_blocks(), found.replicated()
+        assert whole + (blocks - whole) / 2 + found.total() - blocks == pytest.approx(saved.bytes, rel=0.12)
+    assert kept[1] < 0.85 * kept[0]
+
+
+@pytest.mark.parametrize("moe", [None, {"num_experts": 4, "num_prototypes": 2}], ids=["dense", "experts"])
+def test_divided_tokens_keep_fewer_bytes(folder: Path, moe: dict[str, Any] | None):
+    wide = {"m6__model__hidden_size": 64, "m6__model__ffn_hidden_size": 256, "m6__model__num_layers": 4}
+    base = document(folder, 0, train_micro_batch_size_per_gpu=2, m6__moe=moe, **wide)
+    run_distributed(compare_kept_bytes, 2, base)
+
+
 def test_a_run_resumes_on_other_layouts(folder: Path):
     """Between placements, numbers of ranks that divide matrices, ZeRO stages and one rank."""
     total = {"m6__training__total_steps": 6}
