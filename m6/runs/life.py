@@ -47,8 +47,8 @@ class LifeSigns:
     group, which it counts up, and with it the place in the program unless it waits for others. A rank that ends with
     an error leaves its reason there.
 
-    No error of a connection reaches a rank that waits in the store, as all do while groups are made: it would stand
-    there until the time-out. So a thread looks for ranks that are gone, and ends such a process with their names.
+    No error of a connection reaches a rank that waits in the store, as all do while groups are made: it would hang
+    until the time-out. So a thread looks for ranks that are gone, and ends such a process with their names.
 
     Every rank makes this object.
     """
@@ -156,7 +156,7 @@ class LifeSigns:
         """The ranks that were lost, each with its reason if it left one. It takes seconds.
 
         Args:
-            after_timeout: a collective waited in vain: ranks whose process is there may be stopped, or stand elsewhere.
+            after_timeout: a collective timed out. Ranks whose process exists may be stopped, or hang elsewhere.
         """
         if self._alone:
             return {}

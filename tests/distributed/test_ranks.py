@@ -344,7 +344,7 @@ LOST = {
     "failed in loading": ("elsewhere", "rank 1 on n1 was lost: KeyError: 'no such thing'"),
     # Its process is there, so that only a collective that has waited in vain tells of it.
     "stopped": ("", "rank 1 on {node} was lost; its own log may say why"),
-    "stands": ("", "rank 1 on {node} was lost: the others waited for it in vain, and it is in m6/training/train_step"),
+    "hangs": ("", "rank 1 on {node} was lost: the others waited for it in vain, and it is in m6/training/train_step"),
 }
 
 
@@ -354,7 +354,7 @@ def lose(root: Path, how: str) -> None:
     from m6.training.loop import Trainer
     from m6.training.train_step import TrainStep
 
-    if how in ("stopped", "stands"):
+    if how in ("stopped", "hangs"):
         processes.start.__defaults__ = (10.0,)
     life._BEAT_S, life._SILENT_S, life._UNTOLD_S = 0.1, 2.0, 5.0
     owner, name = (Trainer, "_build_engine") if how.endswith("loading") else (TrainStep, "_count")
@@ -363,7 +363,7 @@ def lose(root: Path, how: str) -> None:
     def ends(*arguments: Any) -> Any:
         if os.environ["RANK"] == "0":
             return work(*arguments)
-        if how == "stands":
+        if how == "hangs":
             time.sleep(1000)
         if how == "stopped":
             (root / "process").write_text(str(os.getpid()))
@@ -408,8 +408,8 @@ def test_a_rank_that_is_lost_is_named_by_those_that_survive(tmp_path: Path, how:
     assert f"error: {LOST[how][1].format(node=platform.node())}" in said
     assert "Traceback" not in said
     assert survivor == 2
-    assert lost == (-signal.SIGKILL if how.startswith(("killed", "stopped")) else 2 if how == "stands" else 1)
-    if how == "stands":  # it does not stay behind
+    assert lost == (-signal.SIGKILL if how.startswith(("killed", "stopped")) else 2 if how == "hangs" else 1)
+    if how == "hangs":  # it does not stay behind
         assert f"error: rank 0 on {platform.node()} was lost" in (tmp_path / "said_1").read_text()
 
 
