@@ -54,41 +54,38 @@ def divide_layers(
     of_attention = of_ffn = one.grid(groups, rank, own_group)
     if placement != one.name:
         of_ffn = of_ffns.grid(groups, rank, own_group)
-    parts: dict[nn.Module, Any] = {}  # what layers share, they share afterwards
+    parts: dict[nn.Module, Any] = {}
+
+    def part_of(whole: nn.Module, kind: Callable[..., nn.Module], *arguments: Any) -> Any:
+        """Makes the part of a module once: what layers share, they share afterwards."""
+        if whole not in parts:
+            parts[whole] = kind(whole, *arguments)
+            parts[parts[whole]] = parts[whole]
+        return parts[whole]
+
     model.head = DividedHead(of_attention)
-    layout = SequenceParts(of_attention)
-    if sequence_parallel:
-        model.model.layout = layout
     if isinstance(model.model.embeddings, M6Embeddings):  # only the first stage of a pipeline has them
         embeddings: Any = model.model.embeddings
         embeddings.tokens = ShardedEmbedding(embeddings.tokens, of_attention)
-
-    def part_of(linear: nn.Linear, product: ProductPlacement, grid: Grid, stacked: int = 1) -> Any:
-        if linear not in parts:
-            parts[linear] = ShardedLinear(linear, product, grid, stacked)
-            parts[parts[linear]] = parts[linear]
-        return parts[linear]
-
-    for block in [module for module in model.modules() if isinstance(module, M6Block)]:
+    blocks = [module for module in model.modules() if isinstance(module, M6Block)]
+    for block in blocks:
         attention, ffn = block.attention, block.ffn
         attention.num_heads = config.num_attention_heads // of_attention.num_ranks
-        attention.qkv = part_of(attention.qkv, one.first, of_attention, stacked=3)
-        attention.output = part_of(attention.output, one.second, of_attention)
-        if sequence_parallel:
-            block.layout = attention.layout = layout
-            for name in ("attention_norm", "ffn_norm"):
-                norm = getattr(block, name)
-                if norm not in parts:
-                    parts[norm] = PartLayerNorm(norm, of_attention)
-                    parts[parts[norm]] = parts[norm]
-                setattr(block, name, parts[norm])
+        attention.qkv = part_of(attention.qkv, ShardedLinear, one.first, of_attention, 3)
+        attention.output = part_of(attention.output, ShardedLinear, one.second, of_attention)
         if isinstance(ffn, DenseFFN):
-            inner, outer = part_of(ffn.input, of_ffns.first, of_ffn), part_of(ffn.output, of_ffns.second, of_ffn)
+            inner = part_of(ffn.input, ShardedLinear, of_ffns.first, of_ffn)
+            outer = part_of(ffn.output, ShardedLinear, of_ffns.second, of_ffn)
             block.ffn = DividedFFN(inner, outer, of_ffns, of_ffn)
         elif ffn.shared is not None:
-            if ffn.shared not in parts:
-                parts[ffn.shared] = DividedSharedExperts(ffn.shared, of_attention)
-            ffn.shared = parts[ffn.shared]
+            ffn.shared = part_of(ffn.shared, DividedSharedExperts, of_attention)
+    if not sequence_parallel:
+        return
+    layout = model.model.layout = SequenceParts(of_attention)
+    for block in blocks:
+        block.layout = block.attention.layout = layout
+        block.attention_norm = part_of(block.attention_norm, PartLayerNorm, of_attention)
+        block.ffn_norm = part_of(block.ffn_norm, PartLayerNorm, of_attention)
 
 
 class _Divided(nn.Module):
