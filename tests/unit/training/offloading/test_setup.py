@@ -1,7 +1,9 @@
 """What a section ``m6.offload`` may not say, and budgets that hold nothing: an error before the training starts."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from m6.training.engine.build import build_model
 from m6.training.fake_world import fake_process_group
 from m6.training.loop import Trainer
 from m6.training.offloading import setup
+from tests.distributed.spawn import run_distributed
 from tests.fixtures.offload_sections import ALL_HOST, SMALL, experts_of
 from tests.fixtures.tiny_run import tiny_document
 
@@ -74,28 +77,41 @@ def test_a_short_host_is_found_before_the_training(folder: Any, monkeypatch: pyt
         build_model(config, torch.device("cpu"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "rank", "recomputes"),
-    [("1f1b", 0, True), ("1f1b", 1, False), ("zbv", 0, False), ("dualpipev", 1, True)],
-)
-def test_passes_of_a_pipeline_that_are_repeated_leave_the_trace_of_all(
-    folder: Any, schedule: str, rank: int, recomputes: bool, monkeypatch: pytest.MonkeyPatch
-):
-    """To the byte; two micro-batches of four are run."""
+def repeated_passes_leave_the_trace_of_all(folder: Path, schedule: str, rank: int, recomputes: bool) -> None:
     document = tiny_document(folder, m6__offload=SMALL, m6__model__num_layers=4)
     document["m6"]["parallel"] = {"pipeline": {"num_ranks": 2, "schedule": schedule}}
     document["m6"]["training"]["activation_checkpointing"] = recomputes
     config, run_pipeline, run = parse_config(document), setup.run_pipeline, setup._forward
     passes: list[int] = []
-    monkeypatch.setattr(setup, "_forward", lambda *arguments: passes.append(1) or run(*arguments))
-    with fake_process_group(rank, 2):
-        found, _ = setup.dry_trace(config, None, torch.float32, 20_000, ())
+
+    def all_passes(*arguments: Any, repeats: bool) -> Any:
+        return run_pipeline(*arguments, repeats=False)
+
+    def traced() -> Any:
+        return setup.dry_trace(config, None, torch.float32, 20_000, ())[0]
+
+    with (
+        fake_process_group(rank, 2),
+        mock.patch.object(setup, "_forward", lambda *arguments: passes.append(1) or run(*arguments)),
+    ):
+        found = traced()
         assert len(passes) == 2 * len(config.pipeline.stages_of(rank))
-        monkeypatch.setattr(setup, "run_pipeline", lambda *arguments, repeats: run_pipeline(*arguments, repeats=False))
-        expected, _ = setup.dry_trace(config, None, torch.float32, 20_000, ())
+        with mock.patch.object(setup, "run_pipeline", all_passes):
+            expected = traced()
         assert len(passes) == (2 + 4) * len(config.pipeline.stages_of(rank))
-    assert found == expected
+    assert found == expected, (schedule, rank)
+
+
+def compare_traces(folder: Path, cases: list[tuple[str, int, bool]]) -> None:
+    for case in cases:
+        repeated_passes_leave_the_trace_of_all(folder, *case)
+
+
+@pytest.mark.slow
+def test_passes_of_a_pipeline_that_are_repeated_leave_the_trace_of_all(folder: Path):
+    """To the byte; two micro-batches of four are run. In a process of its own, which has no process group."""
+    cases = [("1f1b", 0, True), ("1f1b", 1, False), ("zbv", 0, False), ("dualpipev", 1, True)]
+    run_distributed(compare_traces, 1, folder, cases)
 
 
 def test_a_budget_below_the_nonmodel_memory_is_an_error_of_the_first_step(make_trainer: MakeTrainer):
