@@ -10,6 +10,7 @@ from tests.slurm.run import MIDDLE, ClusterRun, MakeRun
 
 RANKS = 4
 STEPS = 60
+MAIN = "in _run_module_as_main"  # the last line of the main thread's stack, which is told last
 
 
 def pipeline_left_alone(make_run: MakeRun) -> ClusterRun:
@@ -28,7 +29,7 @@ def pipeline_hang(make_run: MakeRun) -> tuple[ClusterRun, int]:
     run.wait_until(lambda: _stops_computing(process), "a rank that computes")
     # To tell its stacks the rank is made to go on; the run would soon be over.
     said = run.attempts()[0] / f"rank_{RANKS - 1:05d}.log"
-    run.wait_until(lambda: "most recent call first" in said.read_text(encoding="utf-8"), "the stacks of the last rank")
+    run.wait_until(lambda: MAIN in said.read_text(encoding="utf-8"), "the stacks of the last rank")
     run.hold_until_attempt(process, 2)
     checkpoint = run.checkpoints()[-1]
     run.wait_for_end()
