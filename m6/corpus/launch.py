@@ -34,6 +34,7 @@ from m6.corpus.recipe import CorpusRecipe, SlurmSettings
 from m6.corpus.stages import Stage, run_task, unfinished
 from m6.corpus.text_copies import hashes_of_set, require_datatrove
 from m6.corpus.work import OpenScorer, Work, is_finished, prepare, remove, work_folder
+from m6.data.workers import naming_the_start
 from m6.errors import UserError
 from m6.lock import FolderLock
 from m6.validation import read_document
@@ -165,11 +166,14 @@ def run_locally(work: Work, num_tasks: int) -> None:
         return
     # Spawn, because a fork of a process with threads (pyarrow has some) may deadlock.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_tasks, mp_context=context, initializer=_end_with_parent) as pool:
+    with naming_the_start("--tasks", num_tasks, 1):
+        processes = ProcessPoolExecutor(num_tasks, mp_context=context, initializer=_end_with_parent)
+    with processes as pool:
         for stage in unfinished(work):
             tasks = min(num_tasks, stage.units(work))
             given = (tasks, work.open_scorer)
-            futures = [pool.submit(run_task, work.folder, stage.name, task, *given) for task in range(tasks)]
+            with naming_the_start("--tasks", num_tasks, 1):
+                futures = [pool.submit(run_task, work.folder, stage.name, task, *given) for task in range(tasks)]
             try:
                 for future in as_completed(futures):
                     future.result()

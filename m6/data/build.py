@@ -28,6 +28,7 @@ from m6.data.sources.base import Row, Source, count_unread
 from m6.data.sources.pictures import BadPicture, encode
 from m6.data.sources.text import clean
 from m6.data.splitting import Grouping, SplitRules, split_rows
+from m6.data.workers import naming_the_start
 from m6.errors import UserError, nearest
 from m6.lock import new_folder
 
@@ -319,10 +320,13 @@ def _checked(
     source = iter(rows)
     waiting: collections.deque[Future[list[tuple[Row, str | None]]]] = collections.deque()
     # Spawn, because a fork of a process with threads (pyarrow has some) may deadlock.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with naming_the_start("--workers", workers, 1):
+        processes = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    with processes as pool:
         try:
             while chunk := list(itertools.islice(source, CHUNK_ROWS)):
-                waiting.append(pool.submit(_check_chunk, chunk, kind, settings))
+                with naming_the_start("--workers", workers, 1):
+                    waiting.append(pool.submit(_check_chunk, chunk, kind, settings))
                 if len(waiting) >= 4 * workers:
                     yield from waiting.popleft().result()
             while waiting:

@@ -78,7 +78,7 @@ def prepared(
         # By default the loader draws a seed from the global generator. This would change the run's dropout.
         generator=torch.Generator(),
     )
-    with _naming_the_start(key, num_workers):
+    with naming_the_start(key, num_workers, 0), _unfinished_without_traceback():
         batches = iter(loader)
     while True:
         with _naming_the_lost(key, num_workers):
@@ -133,30 +133,46 @@ def _shared(batch: Any) -> Any:
     return batch
 
 
-def _remedy() -> str:
+def _remedy(harmless: int = 0) -> str:
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(_SHARED_MEMORY)
         return (
             f"processes share batches in {_SHARED_MEMORY}, which has {format_bytes(usage.free)} of "
             f"{format_bytes(usage.total)} free: empty it, give the container more (docker run "
-            "--shm-size), or use fewer processes; 0 needs none of it"
+            f"--shm-size), or use fewer processes; {harmless} needs none of it"
         )
-    return f"processes share batches in {_SHARED_MEMORY}, which is not there; 0 processes need none of it"
+    return f"processes share batches in {_SHARED_MEMORY}, which is not there; {harmless} needs none of it"
 
 
 @contextlib.contextmanager
-def _naming_the_start(key: str, num_workers: int) -> Iterator[None]:
-    """Turns errors of semaphores in a full /dev/shm, or of too many processes, into a StorageError."""
+def naming_the_start(key: str, number: int, harmless: int) -> Iterator[None]:
+    """Turns errors of the semaphores of processes in a full /dev/shm, or of too many processes, into a StorageError.
+
+    Args:
+        key: key or option of the number of processes, for the message.
+        number: number of processes.
+        harmless: the value for which no process is started.
+    """
     try:
         yield
     except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        remedy = (
+            "use fewer processes" if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE) else _remedy(harmless)
+        )
+        raise StorageError(f"{key} is {number}; these processes cannot be started: {reason}; {remedy}") from None
+
+
+@contextlib.contextmanager
+def _unfinished_without_traceback() -> Iterator[None]:
+    """The destructor of an unfinished iterator of a loader would print a traceback."""
+    try:
+        yield
+    except OSError:
         from torch.utils.data import dataloader
 
-        # The destructor of the unfinished iterator reads this attribute, and would print a traceback without it.
-        dataloader._MultiProcessingDataLoaderIter._shutdown = True
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        remedy = "use fewer processes" if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE) else _remedy()
-        raise StorageError(f"{key} is {num_workers}; these processes cannot be started: {reason}; {remedy}") from None
+        dataloader._MultiProcessingDataLoaderIter._shutdown = True  # an attribute that the destructor reads
+        raise
 
 
 @contextlib.contextmanager

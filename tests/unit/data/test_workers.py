@@ -18,10 +18,13 @@ from torch import Tensor
 
 from m6.config.checks import check_processes
 from m6.config.run import load_config
+from m6.corpus.launch import run_locally
+from m6.corpus.work import Work
 from m6.data.pretraining import PretrainingData
 from m6.data.workers import check_number, prepared
 from m6.errors import RetryableError, StorageError, UserError
 from tests.fixtures.command import user_error
+from tests.fixtures.pictures import picture
 from tests.fixtures.tiny_run import tiny_document
 
 
@@ -103,6 +106,23 @@ def test_processes_that_cannot_be_started(
     with pytest.raises(StorageError, match=f"num_workers is 2; these processes cannot be started: .*{remedy}"):
         list(prepared(Numbers(), range(4), "m6.data.num_workers", 2))
     assert capsys.readouterr().err == ""  # nor a traceback of a destructor
+
+
+def test_processes_of_commands_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The folder that is written has nothing to do with it."""
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", fail)
+    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "a.txt").write_text("cat")
+    text = user_error("data", "build", tmp_path, "--out", tmp_path / "out", "--licence", "x", "--workers", 2)
+    assert text.startswith("--workers is 2; these processes cannot be started: No space left on device; processes ")
+    assert text.endswith("1 needs none of it")
+    work = Work.__new__(Work)
+    with pytest.raises(StorageError, match="^--tasks is 3; these processes cannot be started: No space left on"):
+        run_locally(work, 3)
 
 
 def kill_itself() -> None:
