@@ -22,7 +22,15 @@ from m6.corpus.recipe import CorpusRecipe, InputSettings, NamedPictures, NamedSe
 from m6.data.manifest import Origin, SourceKind, Split
 from m6.data.sources import BUILT_IN, Source, SourceOptions, find_source
 from m6.data.sources.folders import METADATA
-from m6.data.sources.local import PICTURE_SUFFIXES, split_folders, split_of_folder, splits_of_files, unreadable_reason
+from m6.data.sources.local import (
+    PICTURE_SUFFIXES,
+    is_apple_double,
+    is_hidden,
+    split_folders,
+    split_of_folder,
+    splits_of_files,
+    unreadable_reason,
+)
 from m6.data.sources.packages import combined_sha256
 from m6.errors import UserError
 from m6.validation import describe
@@ -48,7 +56,8 @@ def below(path: Path) -> list[Path]:
 
 def files_of(path: Path, suffixes: tuple[str, ...] = DOCUMENTS) -> list[Path]:
     """Returns the files with one of these suffixes, sorted: the path itself, or below it. May be empty."""
-    return [file for file in below(path) if suffix_of(file, suffixes) is not None]
+    found = [file for file in below(path) if suffix_of(file, suffixes) is not None]
+    return found if path.is_file() else [file for file in found if not is_apple_double(file.relative_to(path))]
 
 
 def files_of_set(named: NamedSet) -> list[Path]:
@@ -76,9 +85,10 @@ def check_readable(key: str, path: Path, found: Iterable[Path]) -> None:
 def choose_files(settings: InputSettings, names: Iterable[PurePath]) -> list[PurePath]:
     """Returns the readable files of an input in their order. A note on stderr counts the others.
 
-    If there are files of other forms, text files such as a README are not documents, as in ``m6 data build``.
+    If there are files of other forms, text files such as a README are not documents, as in ``m6 data build``. Hidden
+    files are not read.
     """
-    forms = {name: suffix_of(name) for name in names}
+    forms = {name: None if is_hidden(name) else suffix_of(name) for name in names}
     data = {name: form for name, form in forms.items() if form is not None and form not in TEXTS}
     read = data or {name: form for name, form in forms.items() if form is not None}
     # Rows of tables may refer to image files by path, so these are not reported as unread.
@@ -252,7 +262,7 @@ def _is_picture_folder(path: Path) -> bool:
     """Whether a folder is read as image files with captions, as by ``m6 data build``."""
     if path.is_file():
         return False
-    names = [file.name.lower() for file in path.rglob("*")]
+    names = [file.name.lower() for file in path.rglob("*") if not is_hidden(file.relative_to(path))]
     if any(name in METADATA for name in names):
         return True
     others = any(name.endswith((*TABLES, *ARCHIVES, *TARS)) for name in names)

@@ -6,13 +6,20 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from m6.data.sources.base import Row, Source, SourceOptions
 from m6.data.sources.chinese_texts import Inews, InewsSentiment, Poetry, Reviews
 from m6.data.sources.drawings import Emoji, EmojiStyles, IconPark, TuxPaint
-from m6.data.sources.folders import METADATA, PictureFolder
-from m6.data.sources.local import PICTURE_SUFFIXES, LocalSource, unreadable_reason
+from m6.data.sources.folders import METADATA, PictureFolder, captions_of
+from m6.data.sources.local import (
+    PICTURE_SUFFIXES,
+    LocalSource,
+    is_apple_double,
+    is_hidden,
+    note_hidden,
+    unreadable_reason,
+)
 from m6.data.sources.rows import DICT_NAME, STATE_NAME, Documents, is_saved
 from m6.data.sources.shapes import EasyVqaCaptions, EasyVqaQuestions, Shapes
 from m6.data.sources.tables import HubTable, LocalTable, SavedDataset
@@ -115,6 +122,7 @@ def _name(text: str) -> str:
 
 
 _FORMATS = (".tar", *LocalTable.FORMATS, *Documents.FORMATS)
+_READ_FORMS = (*_FORMATS, ".arrow", "pictures", "metadata")
 _OTHERS = "files of other forms"
 # Descriptions of ignored files of a form with a reader.
 _LEFT_OVER = {
@@ -147,10 +155,15 @@ def open_path(name: str, path: Path, options: SourceOptions) -> Source:
         if forms.keys().isdisjoint(_FORMATS):
             raise UserError(f"{path}: expected a folder or a file {', '.join(_FORMATS)}")
         return _source(name, path.parent, forms, options)[0]
-    forms = {}
+    forms, hidden = {}, []
     for file in sorted(path.rglob("*")):
-        if file.is_symlink() or not file.is_dir():
+        if file.is_dir() and not file.is_symlink():
+            continue
+        if not is_hidden(relative := file.relative_to(path)):
             forms.setdefault(_form(file), []).append(file)
+        elif _form(file) in _READ_FORMS and not is_apple_double(relative):
+            hidden.append(relative)
+    note_hidden(name, hidden)
     if is_saved(path):
         saved = SavedDataset(name, path, options)
         described = [file for file in forms[".json"] if file.name in (DICT_NAME, STATE_NAME, "dataset_info.json")]
@@ -174,8 +187,8 @@ def _source(
         _refuse_links(folder, forms.get("metadata", []))
         read = of("pictures", "metadata")
         if "metadata" not in forms:
-            beside = {picture.with_suffix(".txt") for picture in forms["pictures"]}
-            if captions := [file for file in forms.get(".txt", ()) if file in beside]:
+            beside = captions_of(forms["pictures"], forms.get(".txt", ()))
+            if captions := [file for files in beside.values() for file in files]:
                 read[".txt"] = captions
         return PictureFolder(name, folder, options), read
     if ".tar" in forms:
@@ -207,12 +220,11 @@ def _form(file: Path) -> str:
 def _note_unread(name: str, folder: Path, forms: Mapping[str, list[Path]], read: Mapping[str, list[Path]]) -> None:
     """Prints the ignored files of a folder, except names without data such as README."""
     files_read = {file for files in read.values() for file in files}
-    named = (*_FORMATS, ".arrow", "pictures", "metadata")
-    titles = {form: f"{form} files" if form.startswith(".") else form for form in named}
+    titles = {form: f"{form} files" if form.startswith(".") else form for form in _READ_FORMS}
     unread: dict[str, list[Path]] = {}
     others: Counter[str] = Counter()
     for form, files in forms.items():
-        left = [file for file in files if file not in files_read and not _holds_no_data(file.relative_to(folder))]
+        left = [file for file in files if file not in files_read and _NO_DATA.fullmatch(file.name) is None]
         if left and form not in titles:
             others[form] = len(left)
         title = titles.get(form, _OTHERS) + (_LEFT_OVER.get(form, "") if form in read else "")
@@ -226,11 +238,6 @@ def _note_unread(name: str, folder: Path, forms: Mapping[str, list[Path]], read:
                 + (f" ({listed})" if title == _OTHERS else ""),
                 file=sys.stderr,
             )
-
-
-def _holds_no_data(file: PurePath) -> bool:
-    hidden = any(part.startswith(".") for part in file.parts)
-    return hidden or _NO_DATA.fullmatch(file.name) is not None
 
 
 def _refuse_links(folder: Path, files: list[Path]) -> None:

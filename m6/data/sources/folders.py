@@ -9,7 +9,7 @@ import csv
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +19,7 @@ from m6.data.sources.local import (
     LocalSource,
     entry_of,
     group_of_row,
+    is_hidden,
     kind_of,
     label_of_row,
     note_unread_columns,
@@ -51,15 +52,12 @@ class PictureFolder(LocalSource):
     """
 
     def __init__(self, name: str, folder: Path, options: SourceOptions) -> None:
-        self._pictures = sorted(f for f in folder.rglob("*") if f.suffix.lower() in PICTURE_SUFFIXES)
-        beside = {picture.with_suffix(".txt") for picture in self._pictures}
-        captions = [file for file in sorted(beside) if unreadable_reason(folder, file) is None]
-        self._metadata = [
-            file
-            for metadata_name in METADATA
-            for file in sorted(folder.rglob(metadata_name))
-            if unreadable_reason(folder, file) is None
-        ]
+        files = [file for file in sorted(folder.rglob("*")) if not is_hidden(file.relative_to(folder))]
+        self._pictures = [file for file in files if file.suffix.lower() in PICTURE_SUFFIXES]
+        self._captions = captions_of(self._pictures, files)
+        readable = [file for file in files if unreadable_reason(folder, file) is None]
+        captions = sorted({file for found in self._captions.values() for file in found} & set(readable))
+        self._metadata = [file for metadata_name in METADATA for file in readable if file.name == metadata_name]
         relative = [picture.relative_to(folder) for picture in self._pictures]
         self._splits = split_folders(name, relative)
         depth = 2 if self._splits else 1
@@ -94,13 +92,15 @@ class PictureFolder(LocalSource):
             elif self._classes:
                 yield self._row(file_name, picture.parent.name, {})
             else:
-                text, problem = self._caption(picture.with_suffix(".txt"))
+                text, problem = self._caption(self._captions[picture])
                 problem = unreadable_reason(self._folder, picture) or problem
                 yield self._row(file_name, text, {}) if problem is None else self._bad(file_name, problem)
 
-    def _caption(self, file: Path) -> tuple[str, str | None]:
-        """The text of a caption file, and the reason if there is none."""
-        if unreadable_reason(self._folder, file):
+    def _caption(self, files: list[Path]) -> tuple[str, str | None]:
+        """The text of a picture's caption file, and the reason if there is none."""
+        if len(files) > 1:
+            return "", "two captions, such as NAME.txt and NAME.TXT"
+        if not files or unreadable_reason(self._folder, file := files[0]):
             return "", "no caption"
         if file.stat().st_size > MAX_CAPTION_BYTES:
             return "", f"caption larger than {MAX_CAPTION_BYTES >> 20} MiB"
@@ -152,6 +152,15 @@ class PictureFolder(LocalSource):
 
     def _bad(self, name: str, problem: str) -> Row:
         return Row(f"{self.name}/{name}", None, problem=problem)
+
+
+def captions_of(pictures: Iterable[Path], files: Iterable[Path]) -> dict[Path, list[Path]]:
+    """Returns the .txt files beside each picture among ``files``; the suffix may be in capitals."""
+    texts: dict[Path, list[Path]] = {}
+    for file in files:
+        if file.suffix.lower() == ".txt":
+            texts.setdefault(file.with_suffix(""), []).append(file)
+    return {picture: texts.get(picture.with_suffix(""), []) for picture in pictures}
 
 
 def parse_object(line: bytes) -> dict[str, Any] | None:

@@ -293,6 +293,26 @@ def unreadable_reason(folder: Path, path: Path) -> str | None:
     return TOO_LARGE if is_large else None
 
 
+def is_apple_double(file: PurePath) -> bool:
+    """Whether macOS wrote a file for the attributes of another one, such as ``._a.jpg``. It holds no data."""
+    return file.name.startswith("._") or "__MACOSX" in file.parts[:1]
+
+
+def is_hidden(file: PurePath) -> bool:
+    """Whether a file of a source, or a folder above it, is hidden, such as ``.ipynb_checkpoints/a-checkpoint.csv``.
+
+    Args:
+        file: relative to the source.
+    """
+    return is_apple_double(file) or any(part.startswith(".") and part not in (".", "..") for part in file.parts)
+
+
+def note_hidden(source: str, hidden: Sequence[PurePath]) -> None:
+    """Prints the number of hidden files that are not read."""
+    if hidden:
+        print(f'note: "{source}": {len(hidden)} hidden files are not read, such as {hidden[0]}', file=sys.stderr)
+
+
 def picture_kind(options: SourceOptions) -> SourceKind:
     """The kind of a source of images, by its columns."""
     return "vqa" if options.question_column else "image_text"

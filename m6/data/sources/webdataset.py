@@ -16,7 +16,9 @@ from m6.data.sources.local import (
     TOO_LARGE,
     LocalSource,
     group_of_row,
+    is_apple_double,
     label_of_row,
+    note_hidden,
     note_unread_columns,
     own_splits,
     picture_kind,
@@ -31,17 +33,19 @@ from m6.errors import UserError
 
 _TWO_PICTURES = "two pictures, such as KEY.jpg and KEY.png"
 _TWO_MEMBERS = "two members of one name"
+_APART = "its members are not next to each other in the archive"
 
 
 class WebDataset(LocalSource):
     """WebDataset tar files. ``key.jpg`` and ``key.txt`` or ``key.json`` (with the text column) form one row.
 
     The key is the name up to its first dot. A sample has one image: a sample with two, such as ``key.jpg`` and
-    ``key.png``, or with two members of one name, is a bad row. The caption is in ``key.txt``, or else in ``key.json``.
-    Other members, such as ``key.seg.png`` and ``key.pkl``, are counted and not read; in particular, nothing is
-    unpickled. No member is written to disk and no link is followed: a link, a name outside of the archive, or a very
-    large file makes a bad row. Questions, labels, splits and groups come from ``key.json``. A tar file or its top
-    folder may also be named after its split, such as ``train-0000.tar``.
+    ``key.png``, or with two members of one name, is a bad row. So are later members of a key after other keys: an
+    archive is read once, from its beginning to its end. The caption is in ``key.txt``, or else in ``key.json``. Other
+    members, such as ``key.seg.png`` and ``key.pkl``, are counted and not read; in particular, nothing is unpickled.
+    Hidden members are not read. No member is written to disk and no link is followed: a link, a name outside of the
+    archive, or a very large file makes a bad row. Questions, labels, splits and groups come from ``key.json``. A tar
+    file or its top folder may also be named after its split, such as ``train-0000.tar``.
 
     Args:
         name: name in the manifest.
@@ -91,11 +95,28 @@ class WebDataset(LocalSource):
         Called directly, it accepts .json members without the columns: a row without a caption has an empty text.
         """
         name = f"{self.name}/{path.relative_to(self._folder).as_posix()}"
+        seen: set[int] = set()  # hashes of keys: an archive may have millions
+        hidden: list[PurePosixPath] = []
+
+        def is_shown(member: tarfile.TarInfo) -> bool:
+            file = PurePosixPath(member.name)
+            if member.isdir() or is_apple_double(file):
+                return False
+            if not file.name.startswith("."):
+                return True
+            if f".{file.name.rpartition('.')[2].lower()}" in self._read:
+                hidden.append(file)
+            return False
+
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            members = (member for member in tar if not member.isdir() and not _is_hidden(member))
-            for key, group in itertools.groupby(members, _key):
-                yield self._row(f"{name}/{key}", _Sample(tar, group, self._read), self._splits[path])
+            for key, group in itertools.groupby(filter(is_shown, tar), _key):
+                sample = _Sample(tar, group, self._read)
+                if hash(key) in seen:
+                    sample.refuse(_APART)
+                seen.add(hash(key))
+                yield self._row(f"{name}/{key}", sample, self._splits[path])
             _check_end(file, tar.offset)
+        note_hidden(name, hidden)
 
     def _row(self, identity: str, sample: "_Sample", split: Split | None) -> Row:
         entry: dict[str, Any] = {}
@@ -167,6 +188,10 @@ class _Sample:
         if self.problem in (_TWO_PICTURES, _TWO_MEMBERS):
             self.image = None  # either image might be meant
 
+    def refuse(self, problem: str) -> None:
+        """Makes the sample unusable: nobody knows which of several images or captions is meant."""
+        self.problem, self.image = problem, None
+
     def _repeated(self, suffix: str) -> str | None:
         if suffix in self.parts:
             return _TWO_MEMBERS
@@ -186,11 +211,6 @@ def _key(member: tarfile.TarInfo) -> str:
 def _suffix(member: tarfile.TarInfo) -> str:
     _, dot, suffix = member.name.rpartition("/")[2].partition(".")
     return dot + suffix.lower()
-
-
-def _is_hidden(member: tarfile.TarInfo) -> bool:
-    """Whether a member is hidden and holds no data, such as macOS's ``._a.jpg`` before an ``a.jpg``."""
-    return member.name.rpartition("/")[2].startswith(".")
 
 
 def _problem_of(member: tarfile.TarInfo) -> str | None:

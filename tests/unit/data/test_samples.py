@@ -17,7 +17,7 @@ from m6.data.build import BuildSettings, build
 from m6.data.manifest import Manifest
 from m6.data.reader import open_split
 from m6.data.sources import Row, SourceOptions, find_source
-from tests.fixtures.corpus import built, own, recipe_of
+from tests.fixtures.corpus import built, own, recipe_of, text_of
 from tests.fixtures.photographs import file_of, photograph, write_tar
 
 
@@ -81,6 +81,59 @@ def test_samples_of_tars(
     assert (row.image, row.text, row.problem, dict(row.unread)) == (image, text, problem, unread)
 
 
+def test_a_key_that_comes_again_takes_nobodys_place(tmp_path: Path):
+    members = [*PAIR, ("b.png", PHOTO), ("a.png", MASK), ("a.txt", b"dog"), ("b.txt", TEXT)]
+    rows = [(row.id[-1], row.image, row.text, row.problem) for row in read(tar_of(tmp_path / "mine.tar", members))]
+    apart = "its members are not next to each other in the archive"
+    assert rows == [
+        ("a", PHOTO, "一只猫", None),
+        ("b", PHOTO, "", None),  # the build finds that its text is empty
+        ("a", None, "", apart),
+        ("b", None, "", apart),
+    ]
+
+
+HIDDEN = [(".b.png", PHOTO), (".txt", TEXT), ("x/.c.json", b"{}"), (".DS_Store", b"x")]
+
+
+@pytest.mark.parametrize("form", ["tar", "pictures", "metadata", "jsonl", "csv", "parquet", "txt", "class"])
+def test_hidden_files_are_counted_and_those_of_macos_are_none(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    apple = b"\0\5\x16\7\0\2\0\0Mac OS X\xff"
+    folder = tmp_path / "mine"
+    for name in ("__MACOSX", ".ipynb_checkpoints", "cat"):
+        (folder / name).mkdir(parents=True)
+    picture, table = folder / "cat" / "a.png", folder / f"rows.{form}"
+    files = {"pictures": [picture, picture.with_suffix(".txt")], "metadata": [picture, folder / "metadata.jsonl"]}
+    for file in files.get(form, [picture] if form == "class" else [table]):
+        file.write_bytes(PHOTO if file.suffix == ".png" else b'{"file_name": "cat/a.png", "text": "cat"}')
+    if form == "tar":
+        tar_of(table, [("._a.png", apple), *PAIR, *HIDDEN, ("__MACOSX/._a.png", apple)])
+    elif form == "parquet":
+        pq.write_table(pa.table({"text": ["cat"]}), table)
+    elif form == "csv":
+        table.write_text("text\ncat\n")
+    for file in [path for path in folder.rglob("*") if path.is_file()]:
+        (folder / "__MACOSX" / file.name).write_bytes(apple)
+        file.with_name(f"._{file.name}").write_bytes(apple)
+        (folder / ".ipynb_checkpoints" / file.name).write_bytes(file.read_bytes())
+    assert [row.problem for row in read(folder)] == [None]
+    number = 1 + (form in files)
+    said = capsys.readouterr().err
+    assert f'note: "mine": {number} hidden files are not read, such as .ipynb_checkpoints/' in said
+    assert (form == "tar") == ('note: "mine/rows.tar": 3 hidden files are not read, such as .b.png' in said)
+
+
+def test_a_caption_with_a_suffix_in_capitals(tmp_path: Path):
+    for name, content in (("A.PNG", PHOTO), ("A.TXT", TEXT), ("b.png", PHOTO), ("b.txt", TEXT), ("b.TXT", b"dog")):
+        (tmp_path / name).write_bytes(content)
+    assert [(row.text, row.problem) for row in read(tmp_path)] == [
+        ("一只猫", None),
+        ("", "two captions, such as NAME.txt and NAME.TXT"),
+    ]
+
+
 def test_questions_are_of_the_json_and_captions_are_counted(tmp_path: Path):
     entry = json.dumps({"ask": "有几只？", "kind": "一只"}).encode()
     path = tar_of(tmp_path / "mine.tar", [*PAIR, ("a.json", entry)])
@@ -123,6 +176,15 @@ def test_a_corpus_counts_them_too(tmp_path: Path):
     out = built(recipe_of(tmp_path / "data", own("web", tmp_path / "web")))
     assert load_record(out).inputs["web"].unread == {".seg.jpg": 1}
     assert Manifest.load(out).sources["web"].unread == {".seg.jpg": 1}
+
+
+def test_a_corpus_reads_no_hidden_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name, text in (("a.jsonl", text_of(1)), (".old/a.jsonl", text_of(2)), ("._a.jsonl", "")):
+        (tmp_path / "web" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "web" / name).write_text(json.dumps({"text": text}) if text else "\0\5Mac")
+    counters = load_record(built(recipe_of(tmp_path / "data", own("web", tmp_path / "web")))).inputs["web"]
+    assert (counters.documents, counters.removed) == (1, {})
+    assert "2 others are not read, such as ._a.jsonl" in capsys.readouterr().err
 
 
 def test_pictures_that_are_held_out_need_no_good_text(tmp_path: Path):
