@@ -39,6 +39,7 @@ MAX_SIDE = 65_535  # JPEG's limit. Decoders need memory and time for each row: a
 # each reference to them. References may nest.
 MAX_CALLS = 10_000_000
 _SMALL_DRAWING_BYTES = 100_000  # such an SVG without references and style rules makes fewer calls
+_LARGEST_SURPLUS = 1 << 16  # bytes of a fitting image besides its pixels, such as a colour profile
 # Limits of a bitmap for decoding in this process: seconds at most, for any contents.
 _QUICK_BYTES, _QUICK_SCANS = 1 << 20, 64
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # an EXIF tag, and its values with exchanged width and height
@@ -82,7 +83,8 @@ class Decoded:
         is_animated: whether the file has several frames; the first one is decoded.
         kind: format of the file, such as "JPEG".
         data: contents of the file; for an SVG, of its rendering.
-        fits: whether the file needs no conversion: a square RGB image of the right size.
+        fits: whether the file needs no conversion: a square RGB image of the right size, without frames or data that
+            nobody reads.
     """
 
     picture: Image.Image
@@ -224,7 +226,8 @@ def _decode(data: bytes, image_size: int) -> Decoded:
         kind = "JPEG" if has_preview else image.format
         width, height = image.size
         is_animated = bool(getattr(image, "is_animated", False)) and not has_preview
-        fits = width == height <= image_size and image.mode == "RGB" and not has_preview
+        fits = width == height <= image_size and image.mode == "RGB" and not (has_preview or is_animated)
+        fits = fits and len(data) <= 3 * width * height + _LARGEST_SURPLUS
         image.draft("RGB", (2 * image_size, 2 * image_size))  # JPEG only: decodes faster at a reduced size
         image.load()
         has_exif, is_turned = _turn_upright(image)
@@ -243,7 +246,9 @@ def _in_colours(image: Image.Image) -> Image.Image:
     try:
         return to_rgba(image)
     except ValueError:
-        colours = {"I": "whole numbers of 32 bits", "F": "fractions of 32 bits"}.get(image.mode, image.mode)
+        colours = {"I": "whole numbers of 32 bits or with a sign", "F": "fractions of 32 bits"}.get(
+            image.mode, image.mode
+        )
         raise BadPicture(f"an image of colours that are not read ({colours})") from None
 
 

@@ -25,6 +25,24 @@ def test_a_picture_that_fits_is_kept():
         assert encode(data, 64) == data
 
 
+@pytest.mark.parametrize("surplus", ["texts", "frames", "pixels"])
+def test_what_nobody_reads_of_a_picture_that_fits_is_not_kept(surplus):
+    image, options = Image.new("RGB", (8, 8), "red"), {}
+    if surplus == "texts":
+        options = {"pnginfo": PngImagePlugin.PngInfo()}
+        options["pnginfo"].add(b"prVt", bytes(1 << 20))
+    elif surplus == "frames":
+        options = {"save_all": True, "append_images": [Image.new("RGB", (8, 8), (n, 0, 0)) for n in range(20)]}
+    data = file_of(image, "PNG", **options)
+    if surplus == "pixels":  # behind the last row
+        pixels = zlib.compress(np.random.default_rng(0).bytes(100_000))
+        chunk = struct.pack(">I", len(pixels)) + b"IDAT" + pixels + struct.pack(">I", zlib.crc32(b"IDAT" + pixels))
+        data = data[: data.index(b"IEND") - 4] + chunk + data[data.index(b"IEND") - 4 :]
+    kept = encode(data, 8)
+    assert len(kept) < 200
+    assert decoded(kept).tobytes() == image.tobytes()
+
+
 def test_a_large_picture_shrinks_onto_a_white_square():
     image = decoded(encode(picture((200, 100), "blue"), 64))
     assert (image.size, image.mode, image.format) == ((64, 64), "RGB", "PNG")
