@@ -4,7 +4,6 @@ It is not read by Hugging Face Datasets: there one bad line of metadata or one m
 links may lead out of the folder.
 """
 
-import codecs
 import csv
 import dataclasses
 import itertools
@@ -36,6 +35,7 @@ from m6.data.sources.local import (
 from m6.errors import UserError
 
 METADATA = ("metadata.jsonl", "metadata.csv")
+_END_OF_CSV = "\uffffend of the file\uffff"  # a line that no file has
 MAX_LINE_BYTES = 8 << 20  # of JSONL; a longer line is skipped in pieces
 MAX_CAPTION_BYTES = 8 << 20  # of a caption's .txt file
 
@@ -163,13 +163,19 @@ def captions_of(pictures: Iterable[Path], files: Iterable[Path]) -> dict[Path, l
     return {picture: texts.get(picture.with_suffix(""), []) for picture in pictures}
 
 
-def parse_object(line: bytes) -> dict[str, Any] | None:
-    """Parses a JSON object; None if the bytes are anything else. A repeated key gets the value ``GIVEN_TWICE``."""
+def parse_object(line: bytes) -> dict[str, Any] | str:
+    """Parses a JSON object, or returns the reason if there is none. A repeated key gets the value ``GIVEN_TWICE``."""
     try:
-        entry = json.loads(line, object_pairs_hook=entry_of)
-    except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
-        return None
-    return entry if isinstance(entry, dict) else None
+        entry = json.loads(line.decode("utf-8-sig"), object_pairs_hook=entry_of)
+    except UnicodeDecodeError:
+        return "not UTF-8"
+    except RecursionError:
+        return "JSON that is nested too deeply"
+    except json.JSONDecodeError:
+        return "invalid JSON"
+    except ValueError:  # Python's limit, since such a number takes quadratic time
+        return "a number of too many digits"
+    return entry if isinstance(entry, dict) else f"JSON that is no object but {kind_of(entry)}"
 
 
 def file_entries(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -194,8 +200,7 @@ def json_entries(lines: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]
                 pass
             yield number, "line too long"
         elif line.strip():
-            entry = parse_object(line.removeprefix(codecs.BOM_UTF8))
-            yield number, "invalid JSON" if entry is None else entry
+            yield number, parse_object(line)
 
 
 def _csv_entries(file: Path) -> Iterator[dict[str, Any] | str]:
@@ -203,14 +208,19 @@ def _csv_entries(file: Path) -> Iterator[dict[str, Any] | str]:
     try:
         # utf-8-sig: spreadsheet programs write CSV files with a byte order mark.
         with file.open(encoding="utf-8-sig", newline="") as lines:
-            rows = csv.reader(lines)
-            header = next(rows, [])
+            # Only an open quotation takes the last line for its own: the reader itself tells nobody.
+            rows = csv.reader(itertools.chain(lines, [_END_OF_CSV]))
+            if (header := next(filter(None, rows))) == [_END_OF_CSV]:
+                return
             for fields in rows:
+                if _END_OF_CSV in fields[-1:]:
+                    return
                 if len(fields) > len(header):
                     yield "more fields than columns"
                 elif fields:  # not a blank line
                     values = itertools.chain((value or None for value in fields), itertools.repeat(None))
                     yield entry_of(list(zip(header, values, strict=False)))
+            raise csv.Error("it ends inside of quotation marks")
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 (byte {error.object[error.start]:#04x}): save it as UTF-8") from None
     except csv.Error as error:

@@ -114,15 +114,15 @@ def splits_of_files(source: str, files: Sequence[PurePath]) -> dict[PurePath, Sp
     return splits
 
 
-def splits_of_hub(source: str, names: Iterable[str]) -> dict[str, Split | None]:
-    """Returns the split meant by each split name of a Hub data set. Names without a meaning are noted on stderr.
+def splits_of_names(source: str, names: Iterable[str]) -> dict[str, Split | None]:
+    """Returns the split meant by each split name of a data set. Names without a meaning are noted on stderr.
 
     Args:
         source: name of the source.
         names: names of the splits. Only splits have these names, so a word in them, as in ``validation_matched``, is
             not chance.
     """
-    splits = {name.strip(): split_meant(name) for name in names}
+    splits = {name: split_meant(name) for name in names}
     for name, split in splits.items():
         if split is None:
             print(

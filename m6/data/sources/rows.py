@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from m6.data.manifest import SourceKind, Split
 from m6.data.sources.base import Row, SourceOptions
 from m6.data.sources.local import (
+    MAX_PICTURE_BYTES,
+    TOO_LARGE,
     LocalSource,
     Unreadable,
     entry_of,
@@ -37,14 +39,17 @@ from m6.data.sources.local import (
     unreadable_reason,
     written,
 )
-from m6.data.sources.text import passages
+from m6.data.sources.text import clean, passages
 from m6.errors import UserError
 from m6.files import reading
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
-_BATCH_ROWS = 64  # rows of a batch: 64 documents of 100,000 characters, or photographs, fit into memory
+_BATCH_ROWS = 64  # most rows of a batch
+_FEW_ROWS = 8  # rows of a batch that may all hold the largest value of their file
+_BATCH_BYTES = 256 << 20  # of a batch
 _HUGGING_FACE = b"huggingface"  # key of the schema's metadata for the features of Hugging Face Datasets
 
 
@@ -100,9 +105,11 @@ class Columnar:
         with reading(self.path):
             if _is_parquet(self.path):
                 with pq.ParquetFile(self.path) as file:
-                    for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
-                        # A name also selects nested columns with this prefix, so the batch may contain others.
-                        yield _selected(batch, columns)
+                    for number in range(file.num_row_groups):
+                        rows = _batch_rows(file.metadata.row_group(number), columns)
+                        for batch in file.iter_batches(rows, row_groups=[number], columns=columns):
+                            # A name also selects nested columns with this prefix, so the batch may contain others.
+                            yield _selected(batch, columns)
             else:
                 with pa.OSFile(str(self.path)) as source:
                     for batch in pa.ipc.open_stream(source):
@@ -138,6 +145,18 @@ def class_name(value: object, names: list[str]) -> object:
 
 def _is_parquet(path: Path) -> bool:
     return path.suffix.lower() == ".parquet"
+
+
+def _batch_rows(group: pq.RowGroupMetaData, columns: list[str]) -> int:
+    """The rows of a batch of a row group.
+
+    All rows may refer to one value of a dictionary, which is in the file once. So a file of kilobytes may hold rows of
+    gigabytes.
+    """
+    chunks = map(group.column, range(group.num_columns))
+    size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns)
+    rows = max(_FEW_ROWS, min(_BATCH_ROWS, _BATCH_BYTES // max(size, 1)))
+    return max(1, min(rows, _BATCH_BYTES * group.num_rows // max(size, 1)))
 
 
 def _selected(batch: pa.RecordBatch, columns: list[str]) -> pa.RecordBatch:
@@ -288,7 +307,8 @@ def passage_rows(
     for number, passage in enumerate(passages(text, options.passage_chars), start=1):
         yield Row(f"{identity}/{number - 1}", group, passage, split=split)
     if not number:
-        yield Row(identity, identity, problem="empty text")
+        problem = "a text without letters and digits" if clean(text) else "empty text"
+        yield Row(identity, identity, problem=problem)
 
 
 def split_or_problem(
@@ -309,11 +329,13 @@ def _picture_or_problem(value: object, folder: Path | None) -> tuple[bytes | Non
             content = None if problem else picture.read_bytes()
         return content, problem
     if isinstance(value, dict):
+        if value.keys().isdisjoint(("bytes", "path")):
+            return None, "the image is dict without bytes and path"
         value = value.get("bytes") or value.get("path")
-    if not value:
+    if value is None or value in ("", b""):
         return None, "missing image"
     if isinstance(value, bytes):
-        return value, None
+        return (value, None) if len(value) <= MAX_PICTURE_BYTES else (None, TOO_LARGE)
     return None, "the image is a path" if isinstance(value, str) else f"the image is {kind_of(value)}"
 
 

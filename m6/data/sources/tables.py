@@ -26,9 +26,8 @@ from m6.data.sources.local import (
     own_splits,
     picture_kind,
     require_column,
-    split_meant,
     splits_of_files,
-    splits_of_hub,
+    splits_of_names,
     unreadable_reason,
 )
 from m6.data.sources.rows import Columnar, arrow_files, class_name, named_file, picture_row, split_or_problem, text_rows
@@ -114,10 +113,9 @@ class SavedDataset(LocalSource):
     def __init__(self, name: str, folder: Path, options: SourceOptions) -> None:
         named = arrow_files(folder)
         super().__init__(name, folder, sorted({file for files in named.values() for file in files}), options)
-        # Only splits have these names, so a word in them, as in validation_matched, is not chance.
-        meant = {split: split_meant(split) for split in named}
-        splits = set(meant.values())
-        if len(splits) < len(named):
+        meant = splits_of_names(name, [split for split in named if split]) | {"": None}
+        splits = [split for split in map(meant.__getitem__, named) if split is not None]
+        if len(set(splits)) < len(splits):
             raise UserError(f"{folder}: of its splits {', '.join(named)} two have the same meaning")
         tables = [_columnar(name, meant[split], None, file) for split, files in named.items() for file in files]
         if all(next(table.entries(table.columns[:1]), None) is None for table in tables):
@@ -166,7 +164,7 @@ class HubTable:
         self.name = name
         splits: dict[str, Split | None] = {"train": None}
         if split is not None:
-            splits = splits_of_hub(name, split.split("+"))
+            splits = splits_of_names(name, [part.strip() for part in split.split("+")])
         # Pinned to the commit recorded in the manifest.
         load = functools.partial(_load, f"hf:{dataset}", dataset, revision=info.sha)
         parts = [_streamed(name, meant, load(split=part)) for part, meant in splits.items()]

@@ -123,9 +123,12 @@ class WebDataset(LocalSource):
         problem, text, named = sample.problem, "", split
         if problem is None and ".json" in sample.parts:
             parsed = parse_object(sample.parts[".json"])
-            entry, problem = parsed or {}, "invalid JSON" if parsed is None else None
-            if parsed is not None and self._must_check:
-                self._check_columns(f"{identity}.json", entry, has_text=".txt" in sample.parts)
+            if isinstance(parsed, str):
+                problem = parsed
+            else:
+                entry = parsed
+                if self._must_check:
+                    self._check_columns(f"{identity}.json", entry, has_text=".txt" in sample.parts)
         if problem is None:
             text, problem = self._text(sample, entry)
         if problem is None:

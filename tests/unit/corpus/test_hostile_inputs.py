@@ -61,7 +61,9 @@ def test_what_cannot_be_read_is_counted_and_named(folder: Path, tmp_path: Path):
     read = counters.removed.pop("read")
     assert counters.removed == {}
     assert read == {
-        "invalid JSON": 3,
+        "invalid JSON": 1,
+        "JSON that is nested too deeply": 1,
+        "not UTF-8": 1,
         "the text is null": 1,
         "the text is int": 1,
         "empty text": 1,

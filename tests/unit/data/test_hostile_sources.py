@@ -147,7 +147,7 @@ def test_rows_without_a_text_are_counted(tmp_path: Path):
         None,
         "the text is null",
         "empty text",
-        "empty text",
+        "a text without letters and digits",
     ]
     pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "numbers.parquet")
     assert set(problems(read(tmp_path / "numbers.parquet")).values()) == {"the text is int"}
@@ -159,13 +159,15 @@ GOOD = b'{"file_name": "good.png", "text": "\xe5\xa5\xbd"}\n'
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b"[" * 100_000 + b"\n", "invalid JSON"),
-        (b'{"file_name": "good.png", "text": "\xff\xfe"}\n', "invalid JSON"),
+        (b"[" * 100_000 + b"]" * 100_000 + b"\n", "JSON that is nested too deeply"),
+        (b'{"file_name": "good.png", "text": "\xff\xfe"}\n', "not UTF-8"),
         (b"\x00\x01\n", "invalid JSON"),
-        (b"[1, 2]\n", "invalid JSON"),
+        (b"[1, 2]\n", "JSON that is no object but list"),
+        (b"NaN\n", "JSON that is no object but nan"),
+        (b'{"file_name": "good.png", "text": ' + b"9" * 5000 + b"}\n", "a number of too many digits"),
         (b'{"text": "' + b"x" * (9 << 20) + b'"}\n', "line too long"),
     ],
-    ids=["deep", "not UTF-8", "binary", "a list", "long"],
+    ids=["deep", "not UTF-8", "binary", "a list", "no number", "many digits", "long"],
 )
 def test_a_bad_line_of_metadata_costs_one_row(folder: Path, line: bytes, problem: str):
     (folder / "metadata.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD + line + GOOD)
@@ -223,6 +225,15 @@ def test_fields_of_a_csv(folder: Path):
         read(folder)
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\ngood.png,b\n"])
+def test_quotation_marks_that_are_not_closed_swallow_no_rows(folder: Path, end: str):
+    (folder / "metadata.csv").write_text(f'file_name,text\ngood.png,a\ngood.png,"b\ngood.png,c{end}')
+    with pytest.raises(UserError, match=r"is not a CSV file that can be read: it ends inside of quotation marks"):
+        read(folder)
+    (folder / "metadata.csv").write_text(f'\n\nfile_name,text\ngood.png,"a ""b""\nc"{end}')
+    assert [row.text for row in read(folder)] == ['a "b"\nc', "b"][: 1 + len(end) // 2]
+
+
 def test_an_empty_table(tmp_path: Path):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "empty.csv").write_text("text\n")
@@ -230,6 +241,27 @@ def test_an_empty_table(tmp_path: Path):
     for form in ("jsonl", "csv", "parquet"):
         with pytest.raises(UserError, match=rf'"mine" is empty: .*empty\.{form} has no rows'):
             read(tmp_path / f"empty.{form}")
+
+
+@pytest.mark.parametrize(("size", "rows"), [(10, 64), (32 << 10, 8), (640 << 10, 6)], ids=["small", "large", "huge"])
+def test_equal_values_of_a_parquet_file_do_not_fill_the_memory(
+    size: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A dictionary holds them once."""
+    monkeypatch.setattr("m6.data.sources.rows._BATCH_BYTES", 64 << 10)
+    batches = []
+    monkeypatch.setattr("m6.data.sources.rows._selected", lambda batch, names: batches.append(batch.num_rows) or batch)
+    table = pa.table({"text": ["好"] * 64, "image": [bytes(size)] * 64})
+    pq.write_table(table, tmp_path / "rows.parquet", compression="zstd")
+    assert len(read(tmp_path / "rows.parquet")) == 64
+    assert batches.pop(0) == 64  # of the texts, to see whether there are rows
+    assert max(batches) == rows
+
+
+def test_a_very_large_picture_of_a_table_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("m6.data.sources.rows.MAX_PICTURE_BYTES", 1000)
+    pq.write_table(pa.table({"text": ["好", "坏"], "image": [png(), bytes(1001)]}), tmp_path / "rows.parquet")
+    assert [row.problem for row in read(tmp_path / "rows.parquet")] == [None, "larger than 64 MiB"]
 
 
 def test_parquet_whose_features_are_no_object(tmp_path: Path):

@@ -171,6 +171,14 @@ def test_an_empty_split_beside_a_full_one(tmp_path: Path):
     assert [(row.text, row.split) for row in read(folder)] == [("公开", "train")]
 
 
+def test_splits_whose_names_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = saved(tmp_path / "mine", splits=("unsupervised", "all", "test"))
+    assert [row.split for row in read(folder)] == [None, None, "test"]
+    assert 'the name of its split "all" does not say train, validation or test' in capsys.readouterr().err
+    with pytest.raises(UserError, match="of its splits train, training two have the same meaning"):
+        read(saved(tmp_path / "twice", splits=("train", "training")))
+
+
 def test_files_that_no_state_names_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = saved(tmp_path / "mine")
     shutil.copy(folder / ARROW, folder / "old.arrow")

@@ -183,6 +183,8 @@ def test_a_class_without_a_name_is_no_class(tmp_path: Path):
 @pytest.mark.parametrize(
     ("value", "problem"),
     [(json.dumps("../x.png"), "outside of the folder"), ("3", "the image is int"), ("[1]", "the image is list"),
+     ("0", "the image is int"), ("[]", "the image is list"),
+     ('{"data": "x.png"}', "the image is dict without bytes and path"),
      ('{"path": "/etc/passwd"}', "outside of the folder"), ('{"bytes": null, "path": null}', "missing image"),
      ('""', "missing image"), ("null", "missing image"), ('"."', "not a regular file")],
 )  # fmt: skip

@@ -121,7 +121,7 @@ def test_processes_of_commands_that_cannot_be_started(tmp_path: Path, monkeypatc
     assert text.startswith("--workers is 2; these processes cannot be started: No space left on device; processes ")
     assert text.endswith("1 needs none of it")
     work = Work.__new__(Work)
-    with pytest.raises(StorageError, match="^--tasks is 3; these processes cannot be started: No space left on"):
+    with pytest.raises(StorageError, match=r"^--tasks is 3; these processes cannot be started: No space left on"):
         run_locally(work, 3)
 
 
