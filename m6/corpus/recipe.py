@@ -75,10 +75,17 @@ class PictureFilterSettings(Section):
 
 
 def _has_secret(source: str) -> bool:
-    """Whether a URL names who reads it. A user alone is no secret but on web servers, whose tokens stand there."""
-    protocol, _, rest = source.partition("://")
-    user, at, _ = rest.partition("/")[0].rpartition("@")
-    return bool(at) and (":" in user or protocol in ("http", "https"))
+    """Whether a URL, or one of a chain such as ``zip://a.jsonl::https://a.org/b.zip``, holds what lets its user read it.
+
+    A user alone is no secret but on web servers, whose tokens stand there. Signed addresses have theirs in the query.
+    """
+    for link in source.split("::"):
+        protocol, _, rest = link.strip().lower().partition("://")
+        user, at, _ = rest.partition("/")[0].rpartition("@")
+        is_web = protocol in ("http", "https")
+        if (at and (":" in user or is_web)) or (is_web and "?" in rest):
+            return True
+    return False
 
 
 class InputSettings(Section):
@@ -106,8 +113,8 @@ class InputSettings(Section):
             raise ValueError('name is missing: what shall the manifest call this input? For example "web"')
         if _has_secret(self.source):
             raise ValueError(
-                "source has a user's name or password in its address, which the manifest would publish; give it to "
-                "fsspec by its configuration or environment"
+                "source has a user's name, a password or a query in its address, which the manifest would publish; give "
+                "them to fsspec by its configuration or environment, or copy the file"
             )
         return self
 

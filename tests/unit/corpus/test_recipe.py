@@ -33,7 +33,15 @@ def test_shipped_recipes_are_valid(file: Path):
             '"easy_vqa_questions" has rows of kind vqa; a corpus is made of',
         ),
         ({"inputs": own("web", Path("texts"), licence=None)}, '"web" has no licence'),
-        ({"inputs": [{"source": "https://TOKEN@a.org/b.tar", "name": "a"}]}, "inputs.0: source has a user's name or"),
+        *(
+            ({"inputs": [{"source": source, "name": "a"}]}, "inputs.0: source has a user's name, a password or a query")
+            for source in (
+                "https://TOKEN@a.org/b.tar",
+                "zip://b.jsonl::https://me:PASSWORD@a.org/b.zip",
+                "https://a.org/b.jsonl?X-Amz-Signature=SECRET",
+                "HTTPS://a.org/data/?sig=SECRET",
+            )
+        ),
         ({"inputs": [{"source": "ftp://user:word@a.org/b", "name": "a"}]}, "which the manifest would publish"),
         (
             {"inputs": own("web", Path("empty"))},
