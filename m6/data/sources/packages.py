@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -72,7 +73,10 @@ class NpmPackage:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Inside the cache's file system, so that the finished download can be renamed.
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                _run(["npm", "pack", specifier, "--silent", "--pack-destination", folder], f"npm: {specifier}")
+                command = ["npm", "pack", specifier, "--loglevel=error", "--pack-destination", folder]
+                # npm does not start without HOME and an entry in passwd, nor with a home folder that it cannot write.
+                home = {"HOME": os.environ.get("HOME") or folder, "npm_config_cache": f"{folder}/.npm"}
+                _run(command, f"npm: {specifier}", added=home)
                 next(Path(folder).glob("*.tgz")).replace(path)
         # Checked on every use: a user may have copied the file into the cache.
         if files.sha256(path) != self.sha256:
@@ -157,8 +161,8 @@ def combined_sha256(named: Iterable[tuple[str, str]]) -> str:
     return digest.hexdigest()
 
 
-def _run(command: list[str], what: str, cwd: str | None = None) -> None:
-    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+def _run(command: list[str], what: str, cwd: str | None = None, added: dict[str, str] | None = None) -> None:
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | (added or {}))
     if result.returncode:
         lines = (result.stderr or result.stdout).strip().splitlines()[-3:]
         raise UserError(f"{what} cannot be fetched: {' | '.join(lines)}")

@@ -41,6 +41,24 @@ def test_a_failed_fetch_says_why(tmp_path, monkeypatch):
     assert list((tmp_path / "cache" / "npm").iterdir()) == []
 
 
+@pytest.mark.parametrize("home", [None, "", "/nonexistent"])
+def test_npm_has_folders_to_write(home, tmp_path, monkeypatch):
+    """Of a user without an entry in passwd, as in OpenShift, or with a home folder that is read-only."""
+    script = tmp_path / "npm"
+    script.write_text(
+        "#!/bin/sh\n"
+        '[ "$HOME" ] && mkdir -p "$npm_config_cache" || { echo "no home folder" >&2; exit 1; }\n'
+        'for folder; do :; done; echo "$HOME" >"$folder/a.tgz"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("npm_config_cache", "/proc/none")
+    monkeypatch.delenv("HOME") if home is None else monkeypatch.setenv("HOME", home)
+    with pytest.raises(UserError, match="its SHA-256 differs"):  # so it was fetched
+        NpmPackage("a", "1", "MIT", "").tarball(tmp_path / "cache")
+    assert ((tmp_path / "cache" / "npm" / "a-1.tgz").read_text() == "/nonexistent\n") == (home == "/nonexistent")
+
+
 def test_a_tree_checksum_ignores_the_order(tmp_path):
     (tmp_path / "a").write_text("1")
     (tmp_path / "b").write_text("2")
