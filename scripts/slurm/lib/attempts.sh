@@ -10,7 +10,8 @@ newest_checkpoint() { # the step of the newest complete checkpoint, 0 without on
     for manifest in "$RUN_DIR"/checkpoints/step_*/manifest.json; do
         [[ -f $manifest && ${manifest%/manifest.json} =~ /step_([0-9]{8,18})$ ]] || continue
         step=$((10#${BASH_REMATCH[1]}))
-        ((step <= newest)) || newest=$step
+        # The trainer does not use a folder that holds the checkpoint of another step, as after cp -r or a wrong mv.
+        if ((step > newest)) && grep -qE "\"step\": *$step([^0-9.]|\$)" "$manifest"; then newest=$step; fi
     done
     echo "$newest"
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from m6.checkpoints.discovery import complete_checkpoints
+from m6.files import write_json
 
 ROOT = Path(__file__).parents[3]
 PLACES = ("pipeline 0, stage 0, layers 0-1", "pipeline 1, stage 0, layers 0-1", "pipeline 0, stage 1, layers 2-3", "")
@@ -21,9 +22,17 @@ Current thread 0x0002 (most recent call first):
 """
 
 
+def write_checkpoint(folder: Path, name: str, step: int | None) -> None:
+    """Makes a folder of a checkpoint; its manifest holds a step, or nothing."""
+    checkpoint = folder / "checkpoints" / name
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    state = {"samples_seen": 7 * 99, "step": step, "optimizer_step": 99}
+    write_json(checkpoint / "manifest.json", {"format": 2, "state": {} if step is None else state})
+
+
 def describe(folder: Path, what: str, logs: list[str]) -> list[str]:
     attempt = folder / "slurm" / "attempts" / "0001"
-    attempt.mkdir(parents=True)
+    attempt.mkdir(parents=True, exist_ok=True)
     for rank, log in enumerate(logs):
         place = PLACES[rank] if rank < len(PLACES) else ""
         said = f"place: rank {rank}, {place}\n" if place else ""
@@ -152,8 +161,7 @@ def test_a_job_takes_the_name_of_a_shipped_configuration(tmp_path: Path, given: 
 )
 def test_when_a_job_gives_up(tmp_path: Path, attempts: str, gives_up: bool):
     """Attempts begin at the newest checkpoint, 9, but the one that saved it; some are stopped in preflight."""
-    (tmp_path / "checkpoints" / "step_00000009").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step_00000009" / "manifest.json").touch()
+    write_checkpoint(tmp_path, "step_00000009", 9)
     script = """
         SLURM_JOB_ID=7 ATTEMPT=0001
         log() { :; }
@@ -181,9 +189,8 @@ def test_when_a_job_gives_up(tmp_path: Path, attempts: str, gives_up: bool):
     ],
 )
 def test_folders_of_other_names_do_not_keep_a_job_alive(tmp_path: Path, foreign: str):
-    for name in ("step_00000009", "step_00000008", foreign):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        (tmp_path / "checkpoints" / name / "manifest.json").touch()
+    for name, step in (("step_00000009", 9), ("step_00000008", 8), (foreign, 1000)):
+        write_checkpoint(tmp_path, name, step)
     (tmp_path / "checkpoints" / "step_00000099" / "manifest.json").mkdir(parents=True)
     script = "SLURM_JOB_ID=7 ATTEMPT=0001; newest_checkpoint; record_attempt; record_attempt; stalled && echo gives up"
     assert describe(tmp_path, script, []) == ["9", "gives up"]
@@ -192,15 +199,23 @@ def test_folders_of_other_names_do_not_keep_a_job_alive(tmp_path: Path, foreign:
 
 def test_steps_of_more_digits_are_compared_as_numbers(tmp_path: Path):
     for step in (99_999_998, 100_000_000, 99_999_999):
-        (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
-        (tmp_path / "checkpoints" / f"step_{step:08d}" / "manifest.json").touch()
+        write_checkpoint(tmp_path, f"step_{step:08d}", step)
     assert describe(tmp_path, "newest_checkpoint", []) == ["100000000"]
+
+
+@pytest.mark.parametrize("held", [9, 990, 9900, 199, None])
+def test_a_folder_with_the_checkpoint_of_another_step_is_none(tmp_path: Path, held: int | None):
+    """With a copy of step 9 at 99, a job would give up although it goes from step 9 to 20."""
+    write_checkpoint(tmp_path, "step_00000009", 9)
+    write_checkpoint(tmp_path, "step_00000099", held)
+    assert describe(tmp_path, "newest_checkpoint", []) == ["9"]
+    write_checkpoint(tmp_path, "step_00000099", 99)
+    assert describe(tmp_path, "newest_checkpoint", []) == ["99"]
 
 
 def test_a_checkpoint_that_is_set_aside_and_written_again_is_no_progress(tmp_path: Path):
     """Each attempt damages the checkpoint that it writes, so that the next one goes back to the one before."""
-    (tmp_path / "checkpoints" / "step_00000010").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step_00000010" / "manifest.json").touch()
+    write_checkpoint(tmp_path, "step_00000010", 10)
     script = """
         SLURM_JOB_ID=7 ATTEMPT=0001
         for newest in 10 20 10 20 10 20; do
