@@ -75,7 +75,7 @@ class PictureFilterSettings(Section):
 
 
 def _has_secret(source: str) -> bool:
-    """Whether a URL, or one of a chain such as ``zip://a.jsonl::https://a.org/b.zip``, holds what lets its user read it.
+    """Whether a URL, or one of a chain such as ``zip://a.jsonl::https://a.org/b.zip``, holds what lets a user read it.
 
     A user alone is no secret but on web servers, whose tokens stand there. Signed addresses have theirs in the query.
     """
@@ -113,8 +113,8 @@ class InputSettings(Section):
             raise ValueError('name is missing: what shall the manifest call this input? For example "web"')
         if _has_secret(self.source):
             raise ValueError(
-                "source has a user's name, a password or a query in its address, which the manifest would publish; give "
-                "them to fsspec by its configuration or environment, or copy the file"
+                "source has a user's name, a password or a query in its address, which the manifest would publish; "
+                "give them to fsspec by its configuration or environment, or copy the file"
             )
         return self
 

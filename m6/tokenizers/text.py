@@ -207,6 +207,9 @@ def load_text_tokenizer(path: str | Path) -> M6Tokenizer:
         tokenizer = M6Tokenizer.from_pretrained(path)
     except DAMAGED as error:
         raise UserError(f"{path}: {MODEL_FILE} or tokenizer_config.json is damaged: {error}") from None
+    codes: object = tokenizer.image_vocab_size
+    if not isinstance(codes, int) or isinstance(codes, bool) or codes < 0:
+        raise UserError(f"{path}: tokenizer_config.json is damaged: image_vocab_size is {codes}, expected 0 or more")
     if tokenizer.text_vocab_size == 0:  # SentencePiece reads an empty file
         raise UserError(f"{path}: {MODEL_FILE} is damaged: it has no pieces")
     return tokenizer

@@ -262,6 +262,15 @@ def test_a_damaged_model(folder, tmp_path, content):
         load_text_tokenizer(copy)
 
 
+@pytest.mark.parametrize("number", [-5, True, 3.0, None, "3", 1e300])
+def test_a_damaged_number_of_image_codes(folder, tmp_path, number):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "image_vocab_size": number}))
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is damaged"):
+        load_text_tokenizer(copy)
+
+
 @pytest.mark.parametrize("name", [MODEL_FILE, "tokenizer_config.json"])
 def test_a_lost_file_server_is_not_a_damaged_tokenizer(folder, monkeypatch, name):
     """A mistake would end a Slurm run for good."""
