@@ -18,7 +18,7 @@ import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from m6.config.deepspeed_ignored import check_accepted, zero_stage
+from m6.config.deepspeed_ignored import REFUSED, check_accepted, zero_stage
 from m6.errors import UserError, nearest
 from m6.validation import Section, list_unknown, validate
 
@@ -327,6 +327,10 @@ def split_deepspeed(keys: dict[str, Any]) -> DeepSpeedSettings:
             "gradient_clipping: missing; DeepSpeed's default of 1.0 would clip, so state the value (0: no clipping)"
         )
     settings = validate(_Keys, keys, "")
+    # First: at stage 0, the mistake of a key that is misspelt is not its stage.
+    known = {*ZeroOptimization.model_fields, *(key.removeprefix("zero_optimization.") for key in REFUSED)}
+    if unknown := [key for key in settings.zero_optimization if key not in known]:
+        raise UserError(list_unknown(unknown, ZeroOptimization.model_fields, "zero_optimization"))
     stage = zero_stage(settings.zero_optimization)
     sections = _sections(keys)
     precision = _precision(sections, stage, settings.optimizer.type)

@@ -43,6 +43,17 @@ def test_a_key_that_would_be_ignored_says_what_to_use(key: str):
     assert str(caught.value) == f"{key}: not used here: {REFUSED[key]}"
 
 
+MISSPELT = [("stag", 'did you mean "stage"?'), ("overlap_com", 'did you mean "overlap_comm"?'), ("cpu_offloading", "")]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("key", "valid"), MISSPELT)
+def test_a_misspelt_key_is_not_told_its_stage(stage: int, key: str, valid: str):
+    with pytest.raises(UserError) as caught:
+        split_deepspeed(keys(zero_optimization={"stage": stage, key: 2}))
+    assert str(caught.value).startswith(f"zero_optimization.{key}: unknown key; {valid}")
+
+
 IGNORED = [
     (zero(1, offload_param={"device": "cpu"}), "zero_optimization.offload_param: DeepSpeed ignores it at stage 1"),
     (zero(2, offload_param={"device": "cpu"}), "zero_optimization.offload_param: DeepSpeed ignores it at stage 2"),
