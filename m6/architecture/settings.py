@@ -14,9 +14,10 @@ MODEL_TYPE = "m6"
 """The name of the architecture in the ``config.json`` of an exported model."""
 PatchEncoderName = Literal["linear", "resnet", "efficientnet_lite0"]
 
+LARGEST_VOCABULARY = 2**24
 # The largest value of each size: far above any model, and small enough to compute with.
 _SIZES = {
-    "text_vocab_size": 2**24,
+    "text_vocab_size": LARGEST_VOCABULARY,
     "hidden_size": 2**20,
     "num_layers": 10_000,
     "num_attention_heads": 2**16,
@@ -29,7 +30,7 @@ _SIZES = {
     "codes_per_place": 2**8,
 }
 _EFFICIENTNET_SMALLEST_SIDE = 32  # of a patch; a smaller one shrinks to nothing before the last layer
-_SIZES_FROM_0 = {"image_vocab_size": 2**24, "code_grid_size": 2**12}
+_SIZES_FROM_0 = {"image_vocab_size": LARGEST_VOCABULARY, "code_grid_size": 2**12}
 
 
 @dataclass(kw_only=True)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from m6.architecture.settings import LARGEST_VOCABULARY
 from m6.cli.options import Overrides
 from m6.data.sources import BUILT_IN, SourceOptions, find_sources
 from m6.data.workers import check_number, usable_cores
@@ -156,8 +157,12 @@ def verify(
 def tokenizer(
     data: Annotated[Path, typer.Argument(help='The data folder, made by "m6 data build".')],
     out: Annotated[Path, typer.Option(help="The tokenizer folder to make.")],
-    vocab_size: Annotated[int, typer.Option(min=258, help="Text pieces, including 256 for single bytes.")] = 21128,
-    image_vocab_size: Annotated[int, typer.Option(min=0, help="Image codes in the joint vocabulary.")] = 8192,
+    vocab_size: Annotated[
+        int, typer.Option(min=258, max=LARGEST_VOCABULARY, help="Text pieces, including 256 for single bytes.")
+    ] = 21128,
+    image_vocab_size: Annotated[
+        int, typer.Option(min=0, max=LARGEST_VOCABULARY, help="Image codes in the joint vocabulary.")
+    ] = 8192,
     character_coverage: Annotated[
         float, typer.Option(min=0.9, max=1.0, help="Share of the characters with pieces; the others become bytes.")
     ] = 0.9998,

@@ -24,6 +24,7 @@ from m6.cli.options import (
     open_picture,
     refuse_options,
 )
+from m6.data.workers import check_number, usable_cores
 from m6.decoding import TEMPERATURE
 from m6.errors import UserError
 from m6.files import atomic_path, read_lines, why_unwritable
@@ -325,6 +326,8 @@ def serve(
     for package in ("fastapi", "uvicorn", "python_multipart"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f'serve needs the package {package}: pip install "m6-recipes[serve]"')
+    if threads is not None:
+        check_number("--threads", threads, usable_cores())
     check_model(checkpoint)
     from m6.generation.sampling import Sampling
 

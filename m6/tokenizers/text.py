@@ -16,6 +16,7 @@ import sentencepiece
 from transformers import AddedToken, PreTrainedTokenizer
 
 from m6.architecture.names import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS, without_auto_map
+from m6.architecture.settings import LARGEST_VOCABULARY
 from m6.errors import DAMAGED, UserError
 from m6.files import atomic_path, check_readable
 
@@ -64,6 +65,8 @@ class M6Tokenizer(PreTrainedTokenizer):
     padding_side = "left"
 
     def __init__(self, vocab_file: str, image_vocab_size: int = 8192, **kwargs: Any) -> None:
+        if type(image_vocab_size) is not int or not 0 <= image_vocab_size <= LARGEST_VOCABULARY:
+            raise ValueError(f"image_vocab_size is {image_vocab_size!r}, expected 0 to {LARGEST_VOCABULARY}")
         # Kept in memory: the file may be gone by the time the tokenizer is saved with a checkpoint.
         self._model_bytes = Path(vocab_file).read_bytes()
         self.sp_model = sentencepiece.SentencePieceProcessor(model_proto=self._model_bytes)
@@ -207,9 +210,6 @@ def load_text_tokenizer(path: str | Path) -> M6Tokenizer:
         tokenizer = M6Tokenizer.from_pretrained(path)
     except DAMAGED as error:
         raise UserError(f"{path}: {MODEL_FILE} or tokenizer_config.json is damaged: {error}") from None
-    codes: object = tokenizer.image_vocab_size
-    if not isinstance(codes, int) or isinstance(codes, bool) or codes < 0:
-        raise UserError(f"{path}: tokenizer_config.json is damaged: image_vocab_size is {codes}, expected 0 or more")
     if tokenizer.text_vocab_size == 0:  # SentencePiece reads an empty file
         raise UserError(f"{path}: {MODEL_FILE} is damaged: it has no pieces")
     return tokenizer

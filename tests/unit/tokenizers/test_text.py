@@ -262,12 +262,12 @@ def test_a_damaged_model(folder, tmp_path, content):
         load_text_tokenizer(copy)
 
 
-@pytest.mark.parametrize("number", [-5, True, 3.0, None, "3", 1e300])
+@pytest.mark.parametrize("number", [-5, True, 3.0, None, "3", 10**12])
 def test_a_damaged_number_of_image_codes(folder, tmp_path, number):
     copy = shutil.copytree(folder, tmp_path / "copy")
     config = json.loads((copy / "tokenizer_config.json").read_text())
     (copy / "tokenizer_config.json").write_text(json.dumps({**config, "image_vocab_size": number}))
-    with pytest.raises(UserError, match=r"tokenizer_config\.json is damaged"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is damaged: image_vocab_size is .*, expected 0 to"):
         load_text_tokenizer(copy)
 
 
