@@ -34,18 +34,14 @@ _HEAD = f"""\
 
 # Configuration
 
-A run is one JSON file: DeepSpeed's keys at the top level, with DeepSpeed's names, and all other keys in the section
-`"m6"`. Each value stands in one place: batch sizes, precision, clipping and the optimizer are DeepSpeed's keys. An
-unknown key is an error that names the nearest valid one. A key that would be ignored is an error too. `//` and
-`/* */` begin comments.
+A run is one JSON file: DeepSpeed's keys at the top level, and all other keys in the section `"m6"`. An unknown key is
+an error that names the nearest valid one. A key that would be ignored is an error too. `//` and `/* */` begin comments.
 
-The files of this folder also have names: `m6 pretrain m6_smoke` reads `m6_smoke.json` in any folder, also where only
-the package is installed. So do `m6 finetune text_to_image`, `m6 train-image-tokenizer pictures_64`, `m6 plan m6_100b
---cluster h100_x128` and `m6 submit m6_100b --job gpu_16x8`. A file of that name in the working folder wins.
-
-`m6 pretrain FILE --set m6.model.num_layers=4 --set gradient_clipping=0.5` overrides values.
-
-[parallel](parallel/README.md) has a small run for each way to spread a model over ranks.
+- `m6 pretrain m6_smoke` reads this folder's `m6_smoke.json` anywhere, and so do `m6 finetune text_to_image`,
+  `m6 train-image-tokenizer pictures_64`, `m6 plan m6_100b --cluster h100_x128` and `m6 submit m6_100b --job gpu_16x8`.
+  A file of that name in the working folder wins.
+- `m6 pretrain FILE --set m6.model.num_layers=4 --set gradient_clipping=0.5` overrides values.
+- [parallel](parallel/README.md) has a small run for each way to spread a model over ranks.
 
 ## DeepSpeed's keys
 
@@ -65,9 +61,8 @@ _COMBINATIONS = """\
 ## Combinations
 
 {refused} of the {pairs} pairs of the features below are refused. Each row is a fact: a feature that needs it does not
-go with a feature that breaks it. A run that asks for several such pairs is told all of them in one message, with a
-remedy for each. What DeepSpeed's keys ask of each other, and numbers (ranks, batches, layers, heads), is checked by
-itself.
+go with a feature that breaks it. One message names all such pairs of a run, with remedies. DeepSpeed's keys among each
+other, and numbers (ranks, batches, layers, heads), are checked apart from this.
 """
 _IMAGE_TOKENIZER = """\
 ## The image tokenizer
@@ -82,7 +77,7 @@ def config_readme() -> str:
         _HEAD,
         textwrap.fill(", ".join(f"`{key}`" for key in sorted(PASSED_ON)) + ".", 119, break_on_hyphens=False) + "\n",
         "Not accepted, since they would be ignored or would contradict the section `m6`:\n",
-        _table(["key", "instead"], [[f"`{key}`", reason] for key, reason in sorted(REFUSED.items())]),
+        _table(["key", "instead"], [[", ".join(keys), reason] for reason, keys in _refused().items()]),
         "## The section `m6`\n",
         *_sections(M6Settings, "m6"),
         _COMBINATIONS.format(refused=len(refused_pairs()), pairs=math.comb(len(features()), 2)),
@@ -91,6 +86,14 @@ def config_readme() -> str:
         *_sections(ImageTokenizerTraining, ""),
     ]
     return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _refused() -> dict[str, list[str]]:
+    """Keys of DeepSpeed that are not accepted, by reason."""
+    keys: dict[str, list[str]] = {}
+    for key, reason in sorted(REFUSED.items()):
+        keys.setdefault(reason, []).append(f"`{key}`")
+    return keys
 
 
 def _sections(settings: type[BaseModel], path: str) -> Iterator[str]:
@@ -105,8 +108,8 @@ def _sections(settings: type[BaseModel], path: str) -> Iterator[str]:
         section = _model_of(get_args(field.annotation)[0] if listed else field.annotation)
         if section is not None:
             heading = f"### `{key}[]`\n" if listed else f"### `{key}`\n"
-            meaning = _sentence(_summary(section) if listed else _meaning(field, section))
-            inner.extend([heading, meaning, *_sections(section, key)])
+            meaning = [_sentence(_summary(section))] if listed else []  # else the row of the section has it
+            inner.extend([heading, *meaning, *_sections(section, key)])
         rows.append([f"`{name}`", _type(field.annotation, field), _default(field), _meaning(field, section)])
     yield _table(["key", "type", "default", "meaning"], rows)
     yield from inner

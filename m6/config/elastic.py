@@ -26,19 +26,18 @@ class ElasticSettings(Section):
     max_nodes: PositiveInt = Field(description="most nodes that are asked for")
     may_change: list[Changeable] | None = Field(
         None,
-        description="what a new layout may change beside the number of ranks and of micro-batches a rank: "
-        "activation checkpointing, the exchange between nodes, and so on; absent: all that keeps the sums of "
-        "m6.training.deterministic. Global batch, data order and schedule always stay, and so does the micro-batch: "
-        "its samples are packed and routed together, so that another size would change a step. Budgets of m6.offload "
-        "stay as well, see docs/guides/slurm.md",
+        description="what a new layout may change besides the number of ranks and of micro-batches a rank; absent: "
+        "all that keeps the sums of m6.training.deterministic. Global batch, micro-batch, data order, "
+        "schedule and budgets of m6.offload always stay, see docs/guides/slurm.md",
     )
     min_gain: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.05, description="least share of a step that another layout must save; else the one before stays"
     )
     grow_after_s: PositiveInt | None = Field(
         None,
-        description="for how long enough nodes for a faster layout must be idle, in seconds, before the job saves and "
-        "starts again with them; absent: it takes them at its next start. Slurm may then start other jobs first",
+        description="seconds for which enough nodes for a faster layout must be idle before the job saves and starts "
+        "again with them, though Slurm may start other jobs first; absent: it takes them at its next "
+        "start",
     )
     cluster: Path | None = Field(
         None,

@@ -27,9 +27,9 @@ class OffloadRule(Section):
     )
     place: Place = Field(
         description="device: the tensor stays on the device; stream: it lives on the host, and its copy may stay on "
-        "the device between uses; host: it lives on the host, and its copy leaves the device after each use; auto: the "
-        "plan decides. Activations without a rule stay on the device; host: they are on the host until the backward "
-        "pass; auto: they are on the host only if no other plan fits"
+        "the device between uses; host: its copy leaves the device after each use; auto: the plan "
+        "decides. Activations without a rule stay on the device; host: on the host until the backward "
+        "pass; auto: the same only if no other plan fits"
     )
 
 
@@ -76,9 +76,9 @@ class OffloadSettings(Section):
 
     policy: Literal["auto", "deepspeed"] = Field(
         "auto",
-        description="auto: the other keys control the offload of experts; deepspeed: DeepSpeed's own offload, which "
-        "keeps all optimizer state on the host (ZeRO stages 1 to 3) and also all parameters (stage 3). With "
-        "deepspeed no other key of this section is accepted",
+        description="auto: the other keys control the offload of experts; deepspeed: DeepSpeed's own offload of all "
+        "optimizer state (ZeRO stages 1 to 3) and of all parameters (stage 3), without other keys of this"
+        " section",
     )
     device_budget_mib: Mib | Literal["auto"] = Field(
         "auto",
@@ -92,8 +92,8 @@ class OffloadSettings(Section):
     )
     chunk_mib: Mib | Literal["auto"] = Field(
         64.0,
-        description="largest size of a chunk, which one copy moves: it holds as many whole experts of a layer as fit, "
-        "at least one; auto: the size whose plan spends the least time on copies",
+        description="largest size of a chunk, which one copy moves: whole experts of a layer, at least one; auto: the"
+        " size whose plan spends the least time on copies",
     )
     prefetch_depth: int = Field(1, ge=0, description="chunks that are copied to the device ahead of their use")
     num_threads: PositiveInt = Field(1, description="host threads that update experts")
@@ -105,13 +105,13 @@ class OffloadSettings(Section):
     )
     master_weights: bool = Field(
         True,
-        description="keep fp32 masters of 16-bit experts, for 2 more bytes per parameter in bf16 and 4 in fp16. false: "
-        "updates round the weights at random (stochastic rounding), so that small updates are not lost",
+        description="keep fp32 masters of 16-bit experts, for 2 more bytes per parameter in bf16 and 4 in fp16. "
+        "false: updates round stochastically",
     )
     update: Literal["next_forward", "backward"] = Field(
         "next_forward",
-        description="when the host updates experts. next_forward: during the next forward pass, after the norm of all "
-        "gradients is known; backward: as soon as the gradient of an expert is computed, which saves the memory of "
-        "gradients (2 bytes per parameter). backward needs gradient_clipping 0, one backward pass a step and no fp16; "
-        "a non-finite gradient then ends the run, since the step cannot be skipped",
+        description="when the host updates experts. next_forward: during the next forward pass, after the norm is "
+        "known; backward: as soon as an expert's gradient is computed, which saves the memory of "
+        "gradients (2 bytes per parameter). backward needs gradient_clipping 0, one backward pass a step "
+        "and no fp16; a non-finite gradient then ends the run",
     )

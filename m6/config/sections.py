@@ -26,8 +26,8 @@ class TrainingSettings(Section):
 
     total_steps: PositiveInt = Field(
         le=10**12,
-        description="optimizer steps of the whole run; a run can become longer, and then follows the learning rate of "
-        "the longer schedule from the step that it has reached",
+        description="optimizer steps of the whole run; it can become longer, and then follows the learning rate of "
+        "the longer schedule",
     )
     seed: int = Field(0, ge=0, description="determines initial weights, data order, masking and dropout")
     ep_size: PositiveInt = Field(
@@ -50,9 +50,8 @@ class TrainingSettings(Section):
         1,
         ge=1,
         le=8,
-        description="so many micro-batches are interleaved in forward and backward passes: the exchange of tokens "
-        "of one overlaps with the computation of another. They give the same numbers as one after the other, need the "
-        "activations of all, and have one backward pass",
+        description="so many micro-batches are interleaved: the exchange of tokens of one overlaps with the "
+        "computation of another. It needs the activations of all, and changes no number but by rounding",
     )
     max_skipped_steps: int = Field(
         3,
@@ -63,8 +62,8 @@ class TrainingSettings(Section):
     )
     check_replicas_interval_steps: PositiveInt | None = Field(
         100,
-        description="steps between comparisons of weights that several ranks hold, which have to be equal to the bit; "
-        "they are also compared after loading and before each checkpoint. null: never. ZeRO stage 3 makes no copies",
+        description="steps between comparisons of weights that several ranks hold; they are also compared after "
+        "loading and before each checkpoint. null: never. ZeRO stage 3 makes no copies",
     )
 
 
@@ -222,7 +221,7 @@ class CheckpointSettings(Section):
     async_save: bool = Field(
         True,
         description="write in a background thread; training waits only for the copy to host memory. False: training "
-        "waits, and host memory holds the copies of one file of 4 GiB, not of all that a rank writes",
+        "waits, and host memory holds the copies of one file of 4 GiB",
     )
 
 

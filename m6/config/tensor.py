@@ -21,9 +21,9 @@ class TensorSettings(Section):
 
     placement: PlacementName = Field(
         "1d",
-        description="how the matrices of a feed-forward are divided: 1d by columns and rows (Megatron-LM), 2d on a "
-        "square of ranks (SUMMA), 3d on a cube. Heads of attention, shared experts "
-        "and the rows of the token embedding are divided in each of them; norms and routers are whole on each rank",
+        description="division of a feed-forward's matrices: 1d by columns and rows (Megatron-LM), 2d on a square of "
+        "ranks (SUMMA), 3d on a cube. Attention, shared experts and the token embedding are divided in "
+        "each; norms and routers are whole",
     )
     sequence_parallel: bool = Field(
         False,

@@ -54,7 +54,7 @@ class ObjectiveSettings(Section):
     """Settings of every objective."""
 
     weight: float = Field(
-        default=1.0, ge=0, le=10**9, description="share of samples relative to the other objectives; 0 turns it off"
+        default=1.0, ge=0, le=10**9, description="share of samples relative to the other objectives; 0: off"
     )
 
 
@@ -99,8 +99,7 @@ class DrawingSettings(TaskSettings):
         default=0.1,
         ge=0,
         lt=1,
-        description="share of samples whose text is left out; they train the unconditional model that classifier-free "
-        "guidance (arXiv 2207.12598) needs",
+        description="share of samples whose text is left out; classifier-free guidance (arXiv 2207.12598) needs them",
     )
 
 
@@ -112,8 +111,8 @@ class TextToImageSettings(DrawingSettings):
         ge=0,
         lt=1,
         description="largest share of the codes that are replaced by <code_mask> in the model's input (word dropout, "
-        "arXiv 1511.06349); the share is drawn per sample from [0, code_dropout]. The model then relies more on the "
-        "text and the rows above, and less on the previous codes",
+        "arXiv 1511.06349); each sample draws its share from [0, code_dropout]. The model then relies "
+        "more on the text",
     )
 
 
