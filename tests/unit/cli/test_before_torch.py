@@ -127,7 +127,7 @@ WRONG = [
     ("optimizer.type=Adam", "optimizer.type: unknown optimizer 'Adam'; did you mean \"AdamW\"?"),
     (
         "zero_optimization.reduce_bucket_sise=1",
-        "zero_optimization.reduce_bucket_sise: DeepSpeed ignores it at stage 0; it needs stage 1 or more",
+        'zero_optimization.reduce_bucket_sise: unknown key; did you mean "reduce_bucket_size"?',
     ),
     (
         'zero_optimization={"stage": 1, "offload_optimizer": {"device": "gpu"}}',
