@@ -34,6 +34,8 @@ SHORT = (
     "train_micro_batch_size_per_gpu=8",
 )
 ANY = "m6.training.deterministic=any_world"
+# torchrun gives one thread to each of several ranks, and all threads to a single one, whose sums then have other bits.
+os.environ["OMP_NUM_THREADS"] = "1"
 Attempt = tuple[int, int, int | None]
 """(ranks, ZeRO stage, step after which all ranks are killed)."""
 ADAMW = ("optimizer.type=AdamW", 'optimizer.params={"lr": 0.003}')
