@@ -77,8 +77,7 @@ class OffloadSettings(Section):
     policy: Literal["auto", "deepspeed"] = Field(
         "auto",
         description="auto: the other keys control the offload of experts; deepspeed: DeepSpeed's own offload of all "
-        "optimizer state (ZeRO stages 1 to 3) and of all parameters (stage 3), without other keys of this"
-        " section",
+        "optimizer state (ZeRO stages 1 to 3) and of all parameters (stage 3), without other keys of this section",
     )
     device_budget_mib: Mib | Literal["auto"] = Field(
         "auto",
@@ -92,8 +91,8 @@ class OffloadSettings(Section):
     )
     chunk_mib: Mib | Literal["auto"] = Field(
         64.0,
-        description="largest size of a chunk, which one copy moves: whole experts of a layer, at least one; auto: the"
-        " size whose plan spends the least time on copies",
+        description="largest size of a chunk, which one copy moves: whole experts of a layer, at least one; auto: the "
+        "size whose plan spends the least time on copies",
     )
     prefetch_depth: int = Field(1, ge=0, description="chunks that are copied to the device ahead of their use")
     num_threads: PositiveInt = Field(1, description="host threads that update experts")

@@ -36,8 +36,8 @@ class PipelineSettings(Section):
     )
     slices: Annotated[int, Field(ge=2)] | Literal["auto"] | None = Field(
         None,
-        description='slices of about equal length into which rows are cut where attention allows it; "auto": of equal'
-        " time by a model; absent: rows are whole. Only for 1f1b",
+        description='slices of about equal length into which rows are cut where attention allows it; "auto": of equal '
+        "time by a model; absent: rows are whole. Only for 1f1b",
     )
 
     @property
@@ -171,8 +171,8 @@ class ParallelSettings(Section):
         None,
         min_length=2,
         description="micro-batches of a step on each rank that reads its own, such as [3, 1]; a shorter list is for "
-        "equal blocks of neighbouring ranks. Batches of other sizes are divided in proportion; absent: as"
-        " equal as the batch allows",
+        "equal blocks of neighbouring ranks. Batches of other sizes are divided in proportion; absent: as "
+        "equal as the batch allows",
     )
 
 

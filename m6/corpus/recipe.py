@@ -77,7 +77,8 @@ class PictureFilterSettings(Section):
 def _has_secret(source: str) -> bool:
     """Whether a URL, or one of a chain such as ``zip://a.jsonl::https://a.org/b.zip``, holds what lets a user read it.
 
-    A user alone is no secret but on web servers, whose tokens stand there. Signed addresses have theirs in the query.
+    A user without a password is a secret only on web servers, where it may be a token. A signed address has its secret
+    in the query.
     """
     for link in source.split("::"):
         protocol, _, rest = link.strip().lower().partition("://")
