@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from m6.config.run import RunConfig, load_config
 from m6.errors import UserError
 from m6.planning.prediction import check_memory
+from m6.runs.attestation import _differences, _facts
 from m6.validation import read_document
 from tests.fixtures.command import m6
 from tests.fixtures.tiny_run import tiny_document
@@ -101,6 +102,52 @@ def test_damaged_documents(number: int, documents: list[dict[str, Any]], tmp_pat
         assert len(message) < 2000
         shown = [str(UserError(name)) for name in [*names, *document]]  # messages escape control characters
         assert not message or any(name in message for name in shown), message
+
+    search(number, check)
+
+
+@long_and_short(100, 400)
+def test_misspelt_keys(number: int, documents: list[dict[str, Any]], tmp_path: Path):
+    """A letter lost, doubled, changed or swapped: the message has the key as it was meant."""
+    full = documents[-1]
+    known = [path for path in keys_of(full) if len(path[-1]) >= 4]
+
+    @given(st.sampled_from(known), st.sampled_from(["lost", "doubled", "changed", "swapped"]), st.integers(0, 100))
+    def check(path: tuple[str, ...], how: str, where: int) -> None:
+        *parents, key = path
+        place = where % (len(key) - 1)
+        before, letter, following, rest = key[:place], key[place], key[place + 1], key[place + 2 :]
+        made = {"lost": following, "doubled": 2 * letter + following, "changed": f"q{following}"}
+        name = before + made.get(how, following + letter) + rest
+        document = copy.deepcopy(full)
+        node = document
+        for parent in parents:
+            node = node[parent]
+        if name in node:
+            return
+        node[name] = node.pop(key)
+        message = refusal(lambda: load_config_of(document, tmp_path))
+        assert name in message
+        assert f'"{key}"' in message, message
+
+    search(number, check)
+
+
+@long_and_short(60, 400)
+def test_ranks_with_other_configurations(number: int, documents: list[dict[str, Any]], tmp_path: Path):
+    """Whatever differs between two valid configurations is named with both values."""
+
+    pairs = st.sampled_from(documents).flatmap(lambda document: st.tuples(st.just(document), damaged([document])))
+
+    @given(pairs)
+    def check(case: tuple[dict[str, Any], tuple[dict[str, Any], list[str]]]) -> None:
+        original, (document, names) = case
+        if refusal(lambda: load_config_of(document, tmp_path)):
+            return
+        both = [_facts(load_config_of(each, tmp_path), restart=False) for each in (document, original)]
+        said = _differences(*both)
+        assert bool(said) != (json.dumps(document, sort_keys=True) == json.dumps(original, sort_keys=True))
+        assert all(any(name in line for name in names) for line in said if not line.startswith("checksum")), said
 
     search(number, check)
 

@@ -1,8 +1,11 @@
 """Damaged run folders: commands end with a clean message or go on with a warning, and nothing ends in a traceback."""
 
+import itertools
 import json
+import os
 import random
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 
 from m6.checkpoints import format as checkpoint_format
 from m6.checkpoints.discovery import complete_checkpoints
-from m6.checkpoints.format import Fragment
+from m6.checkpoints.format import Fragment, step_of
 from m6.checkpoints.loading import newest_complete_checkpoint
 from m6.config.run import load_config
 from m6.errors import StorageError, UserError
@@ -22,7 +25,7 @@ from m6.evaluation.baselines import read_baselines
 from m6.runs.data import kept_sources
 from m6.runs.directory import RunDirectory
 from m6.runs.layouts import measured_steps, read_layouts
-from m6.runs.provenance import read_attempts
+from m6.runs.provenance import read_attempts, record_attempt
 from m6.runs.trackers import _wandb_id
 from m6.training import faults
 from tests.fixtures.command import m6
@@ -30,6 +33,7 @@ from tests.fixtures.fabricated_run import change_state, training_entry, write_me
 from tests.fixtures.storage import forbid
 from tests.fuzz.examples import long_and_short, search
 
+ROOT = Path(__file__).resolve().parents[2]
 DEEP = b"[" * 100_000
 VALUES: list[Any] = [None, True, -1, 10**30, 1.5, "", "ü", [], [[]], {}, {"step": "x"}, float("nan")]
 
@@ -250,6 +254,70 @@ def test_ranges_that_overlap_in_any_way(number: int, whole: Path, tmp_path: Path
         found = torch.full((max(0, end - begin),), -1.0)
         checkpoint_format.CheckpointReader(folder).read_into("t", "weight", begin, found)
         assert torch.equal(found, flat[begin : max(begin, end)])
+
+    search(number, check)
+
+
+@long_and_short(30, 300)
+def test_names_of_checkpoints(number: int, tmp_path: Path):
+    """Copies, renamed and unfinished folders: the job script counts the checkpoint that is resumed."""
+    steps = st.sampled_from([0, 5, 99, 100, 10**8])
+    names = st.builds(
+        "{}step_{:0{}}{}".format,
+        st.sampled_from(["", "", "", "old_", "."]),
+        steps,
+        st.sampled_from([8, 8, 8, 1, 9]),
+        st.sampled_from(["", "", "", "_old", ".bak", " ", "(1)", "\n"]),
+    )
+    states = st.none() | steps.map(lambda step: json.dumps({"format": 2, "state": {"step": step}}))
+
+    @given(st.dictionaries(names | st.text("step_0189.", min_size=1, max_size=14), states | st.text(max_size=20)))
+    def check(folders: dict[str, str | None]) -> None:
+        root = tmp_path / "checkpoints"
+        shutil.rmtree(root, ignore_errors=True)
+        for name, manifest in folders.items():
+            if name in (".", ".."):
+                continue
+            (root / name).mkdir(parents=True)
+            if manifest is not None:
+                (root / name / "manifest.json").write_text(manifest, encoding="utf-8")
+        whole = [path for path in complete_checkpoints(root) if _holds(path, step_of(path))]
+        counted = subprocess.run(
+            ["bash", "-c", f"source {ROOT}/scripts/slurm/lib/attempts.sh; newest_checkpoint"],
+            env={**os.environ, "RUN_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert counted.stdout.strip() == str(step_of(whole[-1]) if whole else 0), counted.stderr
+
+    search(number, check)
+
+
+def _holds(checkpoint: Path, step: int | None) -> bool:
+    try:
+        return bool(json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["state"]["step"] == step)
+    except (ValueError, TypeError, KeyError):
+        return False
+
+
+@long_and_short(20, 200)
+def test_secrets_in_the_environment(number: int, whole: Path, tmp_path: Path):
+    """No value of a variable that is not known to be harmless is kept in a run, whatever it is called."""
+    config, counter = load_config(whole / "config.json"), itertools.count()
+    known = ("NCCL_", "GLOO_", "SLURM_", "TORCH_", "HF_", "WANDB_", "AWS_", "OMP_", "M6_", "MASTER_", "")
+    words = ("SECRET", "TOKEN", "AUTH_TOKEN", "API_KEY", "PASSWORD", "DEBUG_KEY", "SOCKET_IFNAME_PASS", "CREDENTIALS")
+    names = st.builds("{}{}{}".format, st.sampled_from(known), st.sampled_from(words), st.sampled_from(["", "_2", "S"]))
+
+    @given(st.dictionaries(names, st.integers(10**9, 10**12).map("geheim-{}".format), min_size=1, max_size=5))
+    def check(secrets: dict[str, str]) -> None:
+        attempt = tmp_path / str(next(counter))
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in secrets.items():
+                patch.setenv(name, value)
+            record_attempt(attempt, config, 1, ["n1"])
+        kept = "".join(file.read_text(encoding="utf-8") for file in attempt.iterdir())
+        assert not [name for name, value in secrets.items() if value in kept]
+        shutil.rmtree(attempt)
 
     search(number, check)
 

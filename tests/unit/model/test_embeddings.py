@@ -13,7 +13,7 @@ from m6.architecture.settings import ModelSettings
 from m6.errors import UserError
 from m6.model import M6ForConditionalGeneration, initialize_parameters, num_parameters
 from m6.model.patch_encoders import build_patch_encoder, patch_products, split_patches
-from tests.unit.model.conftest import Sample
+from tests.fixtures.packed_rows import Sample
 
 
 def test_patches_are_cut_in_row_major_order():

@@ -16,7 +16,7 @@ from m6.model.outputs import M6Output
 from m6.model.slices import SliceKeys, nearest_valid_cuts, valid_cuts
 from m6.model.stages import ModelStage
 from m6.training.engine.sliced_pipeline import slices_of
-from tests.unit.model.conftest import MOE
+from tests.fixtures.packed_rows import MOE
 
 # Of a sample: tokens of its picture, its source and its target.
 SAMPLE = st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 5))
