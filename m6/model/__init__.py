@@ -6,6 +6,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoProcessor,
     AutoTokenizer,
 )
@@ -22,6 +23,7 @@ AutoConfig.register("m6", M6Config)
 AutoModel.register(M6Config, M6Model)
 AutoModelForCausalLM.register(M6Config, M6ForConditionalGeneration)
 AutoModelForImageTextToText.register(M6Config, M6ForConditionalGeneration)
+AutoModelForMultimodalLM.register(M6Config, M6ForConditionalGeneration)
 AutoTokenizer.register(M6Config, tokenizer_class=M6Tokenizer)
 AutoImageProcessor.register(M6Config, image_processor_classes={"pil": M6ImageProcessor})
 AutoProcessor.register(M6Config, M6Processor)

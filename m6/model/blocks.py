@@ -169,8 +169,9 @@ def run_blocks(
     """
     for index, block in blocks:
         seed_layer(dropout_seed, index + 1, hidden_states.device)
-        output: BlockOutput = block(
-            hidden_states, mask, token_mask, index, past_key_values=past_key_values, rotation=rotation
+        # Reentrant checkpointing makes a plain tuple of it.
+        output = BlockOutput(
+            *block(hidden_states, mask, token_mask, index, past_key_values=past_key_values, rotation=rotation)
         )
         hidden_states = output.hidden_states
         yield output

@@ -4,6 +4,7 @@
 length.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -230,13 +231,13 @@ class M6Model(M6PreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         pixel_values: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         sample_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        inputs_embeds: None = None,
+        inputs_embeds: Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -250,7 +251,8 @@ class M6Model(M6PreTrainedModel):
             pixel_values: [N, 3, image_size, image_size] in [-1, 1], in row-major order of the images' first
                 ``<image>`` placeholders; None: no images.
             token_type_ids: int64 [B, S]: 0 image patch, 1 source, 2 target; derived for rows of one sample.
-            position_ids: int64 [B, S]; derived when absent.
+            position_ids: int64 [B, S]; derived when absent. Rows of a cache that were put into another order keep the
+                positions of the old order, unless they are rows of one prompt.
             sample_ids: int64 [B, S]: 1, 2, ... in each packed row, 0 at padding.
             attention_mask: int64 [B, K] for rows of one sample each, including the cached tokens; 0 at padding.
                 When absent, ``<pad>`` is padding. Ignored if ``sample_ids`` is given.
@@ -268,9 +270,9 @@ class M6Model(M6PreTrainedModel):
                 model has positions, an input is missing and cannot be derived, or attention weights or embeddings are
                 asked for.
         """
-        if inputs_embeds is not None:
+        if input_ids is None or inputs_embeds is not None:
             raise UserError("inputs_embeds: pictures, types and positions go by input_ids; pass those")
-        if output_attentions:
+        if self.config.output_attentions if output_attentions is None else output_attentions:
             raise UserError("output_attentions: no layer returns its attention weights; leave it out")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -295,8 +297,11 @@ class M6Model(M6PreTrainedModel):
                 )
         if position_ids is None:
             if past_key_values is not None and past_length > 0:
-                raise UserError("position_ids are missing: they cannot be derived from a cache")
-            position_ids = derive_position_ids(token_type_ids, query_samples)
+                position_ids = _positions_after(past_key_values, query_index, len(input_ids))
+            else:
+                position_ids = derive_position_ids(token_type_ids, query_samples)
+        if past_key_values is not None and past_length == 0 and sample_ids is None:
+            _keep_positions(past_key_values, token_type_ids, position_ids)
 
         if past_key_values is not None and input_ids.shape[1] == 1:
             # In a decoding step the only token is never a patch; the search for patches would synchronise the device.
@@ -318,9 +323,9 @@ class M6Model(M6PreTrainedModel):
         of_rows = torch.zeros(len(input_ids), dtype=torch.float32, device=hidden_states.device)
         router_stats: list[RoutingStats] = []
         all_hidden_states: list[Tensor] = []
-        blocks = run_blocks(
-            enumerate(self.layers), hidden_states, mask, query_samples, rotation, past_key_values, dropout_seed
-        )
+        # transformers lowers num_hidden_layers for a draft that leaves early.
+        layers = itertools.islice(enumerate(self.layers), self.config.num_layers)
+        blocks = run_blocks(layers, hidden_states, mask, query_samples, rotation, past_key_values, dropout_seed)
         for output in blocks:
             if output_hidden_states:
                 all_hidden_states.append(hidden_states)
@@ -372,6 +377,27 @@ class M6Model(M6PreTrainedModel):
         return input_ids.new_ones(batch, keys).index_copy(1, index, real)
 
 
+_NEXT = "m6_next_positions"
+
+
+def _keep_positions(cache: Cache, token_type_ids: Tensor, position_ids: Tensor) -> None:
+    """Keeps on a cache the position of each row's next target token, int64 [B], and the number of cached tokens."""
+    following = torch.where(token_type_ids[:, -1] == TARGET, position_ids[:, -1] + 1, 0)
+    setattr(cache, _NEXT, (following, token_type_ids.shape[1]))
+
+
+def _positions_after(cache: Cache, query_index: Tensor, num_rows: int) -> Tensor:
+    """The positions of target tokens that follow a cache, int64 [B, S].
+
+    Raises:
+        UserError: the first call with this cache was not one of this model, or had another number of rows.
+    """
+    following, length = getattr(cache, _NEXT, (None, 0))
+    if following is None or len(following) != num_rows:
+        raise UserError("position_ids are missing: the cache does not hold the rows of its first call")
+    return following[:, None] + query_index - length
+
+
 class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
     """The model with its head over the joint vocabulary; the head's matrix is the token embedding."""
 
@@ -387,13 +413,13 @@ class M6ForConditionalGeneration(M6PreTrainedModel, M6GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         pixel_values: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         sample_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        inputs_embeds: None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         loss_weights: Tensor | None = None,
         num_items_in_batch: Tensor | int | float | None = None,

@@ -78,6 +78,11 @@ class M6Processor(ProcessorMixin):
         super().__init__(image_processor, tokenizer)
         self.num_patches = num_patches
 
+    @property
+    def model_input_names(self) -> list[str]:
+        """The names of what a call without targets returns."""
+        return [*super().model_input_names, "token_type_ids"]
+
     def __call__(
         self,
         images: Any = None,
@@ -94,7 +99,8 @@ class M6Processor(ProcessorMixin):
         """Builds the inputs of ``generate``; with ``targets`` those of ``forward``, for training.
 
         Args:
-            images: an image, or a list of B images; None in the list: a prompt without an image.
+            images: an image, a list or an array [B, ...] of B images, or a list of B lists of at most one image. None
+                or an empty list in a list: a prompt without an image.
             text: the source: a string or B strings. Special tokens in it are read as plain text.
             target_prefix: first tokens of every target after ``<bos>``: a text, or ids such as the id of ``<boi>``.
             targets: targets of training: a string or B strings. ``<bos>`` is put before and ``<eos>`` after each.
@@ -114,11 +120,14 @@ class M6Processor(ProcessorMixin):
             ValueError: neither images nor text is given, their numbers differ, the lengths do not fit, or an argument
                 is unknown.
         """
-        nested = [kwargs.pop(name) for name in _NESTED if name in kwargs]
+        nested = {name: kwargs.pop(name) for name in _NESTED if name in kwargs}
         if nested:
+            for name, given in nested.items():
+                if twice := sorted(kwargs.keys() & given.keys()):
+                    raise ValueError(f"{twice[0]} is given both by itself and in {name}")
             plain = {"return_tensors": return_tensors, "padding": padding, "truncation": truncation}
-            given = functools.reduce(operator.or_, nested, {**plain, "max_length": max_length, **kwargs})
-            return self(images, text, target_prefix, targets=targets, **given)
+            all_given = functools.reduce(operator.or_, nested.values(), {**plain, "max_length": max_length, **kwargs})
+            return self(images, text, target_prefix, targets=targets, **all_given)
         for name in kwargs:
             if name not in (valid := self.image_processor.valid_kwargs.__annotations__):
                 own = ("return_tensors", "padding", "truncation", "max_length")
@@ -127,7 +136,7 @@ class M6Processor(ProcessorMixin):
             raise ValueError("a prompt needs images or text")
         if truncation and max_length is None:
             raise ValueError("truncation needs a max_length")
-        pictures = list(images) if isinstance(images, (list, tuple)) else [images]
+        pictures = [_only(picture) for picture in _rows_of(images)]
         texts = [text] if isinstance(text, str) else list([""] * len(pictures) if text is None else text)
         if images is None:
             pictures *= len(texts)
@@ -205,6 +214,22 @@ class M6Processor(ProcessorMixin):
             M6ImageProcessor.from_pretrained(pretrained_model_name_or_path, **kwargs),
             M6Tokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs),
         ]
+
+
+def _rows_of(images: Any) -> list[Any]:
+    """One entry for each prompt."""
+    if isinstance(images, (list, tuple)) or getattr(images, "ndim", 0) == 4:
+        return list(images)
+    return [images]
+
+
+def _only(images: Any) -> Any:
+    """The image of a prompt."""
+    if not isinstance(images, (list, tuple)):
+        return images
+    if len(images) > 1:
+        raise ValueError(f"a prompt has at most one image, found {len(images)}")
+    return images[0] if images else None
 
 
 def _padded_length(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
-from transformers import AddedToken, PreTrainedTokenizer
+from transformers import AddedToken, BatchEncoding, PreTrainedTokenizer
 
 from m6.architecture.names import NUM_SPECIAL_TOKENS, SPECIAL_TOKENS, without_auto_map
 from m6.architecture.settings import LARGEST_VOCABULARY
@@ -73,6 +73,9 @@ class M6Tokenizer(PreTrainedTokenizer):
         self.text_vocab_size: int = self.sp_model.get_piece_size()
         self.image_vocab_size = image_vocab_size
         named = {f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos", "mask", "sep", "image", "boi", "eoi")}
+        for name in named.keys() & kwargs.keys():
+            if str(kwargs[name]) != named[name]:
+                raise UserError(f"{name} is {str(kwargs[name])!r}, expected {named[name]!r}: the model has learned it")
         kwargs |= named | {"extra_special_tokens": [t for t in SPECIAL_TOKENS if t not in named.values()]}
         kwargs = {"padding_side": self.padding_side, **without_auto_map(self, kwargs), "special_tokens_pattern": "bos"}
         super().__init__(vocab_file=vocab_file, image_vocab_size=image_vocab_size, **kwargs)
@@ -142,6 +145,13 @@ class M6Tokenizer(PreTrainedTokenizer):
             if token not in self._vocab:
                 raise UserError(f"{token!r}: no token can be added to the vocabulary of an M6 model")
         return super().add_tokens(tokens, special_tokens=special_tokens)
+
+    def _encode_plus(self, *args: Any, return_offsets_mapping: bool = False, **kwargs: Any) -> BatchEncoding:
+        if return_offsets_mapping:
+            raise NotImplementedError(
+                "return_offsets_mapping: SentencePiece pieces of folded text have no offsets here"
+            )
+        return super()._encode_plus(*args, **kwargs)
 
     def get_vocab(self) -> dict[str, int]:
         """Returns the ids of all tokens of the joint vocabulary."""

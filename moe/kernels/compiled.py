@@ -19,7 +19,7 @@ from torch.nn.functional import grouped_mm
 
 from native import load_library, processor_name, remembered
 
-SOURCE = Path(__file__).with_name("expert_products.cpp")
+EXPERT_PRODUCTS = Path(__file__).with_name("expert_products.cpp")
 # -fopenmp: PyTorch's wheels for Linux contain GCC's OpenMP library, so the kernel uses the same threads as PyTorch.
 _VARIABLE, _CHOICES = "M6_RECIPES_EXPERTS", ("compiled", "pytorch")
 _MEASURED, _WIDTH, _ROUNDS = ((4, 64), (16, 8)), 256, 3
@@ -109,9 +109,9 @@ def load_kernel() -> ctypes.CDLL | None:
     # The kernel itself needs AVX-512, so it must not be loaded elsewhere.
     if platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return None
-    if not SOURCE.is_file() or forced == "pytorch":
+    if not EXPERT_PRODUCTS.is_file() or forced == "pytorch":
         return None
-    kernel = load_library(SOURCE, FLAGS, ("g++",), "experts on this processor take a tenth longer")
+    kernel = load_library(EXPERT_PRODUCTS, FLAGS, ("g++",), "experts on this processor take a tenth longer")
     if kernel is None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64

@@ -1,11 +1,12 @@
 """The modelling code of an export: which modules it has, and that transformers loads it where this project is not."""
 
 import ast
-import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
+from m6.export import code as modelling_code
 from m6.export import export_hf
-from m6.export.folder import AUTO_MAP, ENTRY, PACKAGES, flat_modules, rewrite_imports, write_code
+from m6.export.code import AUTO_MAP, CLASSES, ENTRY, PACKAGES, joined_code
 from m6.model import M6ForConditionalGeneration
 from m6.tokenizers import M6Processor
 from tests.fixtures.fabricated_run import run_document, write_run
@@ -128,69 +130,103 @@ def test_without_trust_the_code_is_not_run(exported, tmp_path):
     assert "trust_remote_code" in ended.stderr
 
 
-def test_every_file_is_there_and_needs_only_what_is_said(tmp_path):
-    write_code(tmp_path)
-    files = {file.stem: file for file in tmp_path.glob("*.py")}
-    assert files.keys() == flat_modules().keys() >= {ENTRY, "m6_model_modeling", "moe_layer"}
-    for file in files.values():
-        compile(file.read_text(encoding="utf-8"), str(file), "exec")
-        assert set(get_relative_imports(file)) <= files.keys(), file
-        assert set(get_imports(file)) - set(sys.stdlib_module_names) <= REQUIRED, file
-    reached, waiting = set(), {ENTRY}
-    while waiting:
-        reached |= waiting
-        waiting = {name for each in waiting for name in get_relative_imports(files[each])} - reached
-    assert reached == files.keys()
+def test_the_file_needs_only_what_is_said(exported):
+    (file,) = exported.glob("*.py")
+    assert file.stem == ENTRY
+    assert not get_relative_imports(file)
+    assert set(get_imports(file)) - set(sys.stdlib_module_names) <= REQUIRED
+    defined = {node.name for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)}
+    assert CLASSES.keys() <= defined
 
 
-def test_the_maps_name_classes_of_the_entry(exported):
-    names = {node.name for node in ast.walk(ast.parse(flat_modules()[ENTRY])) if isinstance(node, ast.alias)}
-    for file, section in (("config.json", None), ("processor_config.json", "image_processor")):
-        document = json.loads((exported / file).read_text(encoding="utf-8"))
-        auto_map = (document if section is None else document[section])["auto_map"]
-        references = [each[0] if isinstance(each, list) else each for each in auto_map.values()]
-        assert {reference.split(".")[1] for reference in references} <= names
-
-
-def test_imports_are_rewritten():
-    source = '''"""from m6.files import sync"""
-from m6.files import (
-    sync,  # a comment
-    write_json as write,
-)
-import torch
-from moe import MoEConfig, MoELayer
-
-def f():
-    from native import load_library
-    return 1
-'''
-    text, needed = rewrite_imports(source)
-    assert (
-        text
-        == '''"""from m6.files import sync"""
-from .m6_files import sync, write_json as write
-import torch
-from .moe_config import MoEConfig
-from .moe_layer import MoELayer
-
-def f():
-    from .native_build import load_library
-    return 1
-'''
+@pytest.mark.slow
+def test_what_a_loaded_model_saves_loads_as_the_export_does(exported, tmp_path):
+    """Each Auto class in a process of its own, from a folder that another Auto class saved."""
+    load = "transformers.{}.from_pretrained({!r}, trust_remote_code=True)"
+    again = str(tmp_path / "again")
+    others = "; ".join(load.format(name, str(exported)) for name in ("AutoModel", "AutoModelForCausalLM"))
+    saving = "; ".join(
+        f"{load.format(name, str(exported))}.save_pretrained({again!r})"
+        for name in ("AutoModelForImageTextToText", "AutoProcessor")
     )
-    assert needed == {"m6.files", "moe.config", "moe.layer", "native.build"}
+    ended = elsewhere(f"import transformers; {others}; {saving}; {others}", exported, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    written = sorted(path.name for path in Path(again).glob("*.py"))
+    assert written == [f"{ENTRY}.py"]
+    loading = "\n".join(f"print(type({load.format(name, again)}).__name__)" for name in sorted(AUTO_MAP))
+    ended = elsewhere(f"import transformers\n{loading}", exported, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    classes = [each[0] if isinstance(each, list) else each for _, each in sorted(AUTO_MAP.items())]
+    assert ended.stdout.split() == [each.partition(".")[2] for each in classes]
+    for task in ("image-text-to-text", "text-generation", "any-to-any"):
+        code = f"import transformers; transformers.pipeline({task!r}, {again!r}, trust_remote_code=True)"
+        assert (ended := elsewhere(code, exported, tmp_path)).returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("line", ["import m6.files", "from . import files", "from m6 import files", "import moe as m"])
-def test_other_forms_of_imports_are_refused(line):
-    with pytest.raises(ValueError, match="import"):
-        rewrite_imports(line + "\n")
+def written(folder: Path, monkeypatch: pytest.MonkeyPatch, **sources: str) -> str:
+    """The joined code of modules with these sources."""
+    for name, source in sources.items():
+        (folder / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(modelling_code, "PACKAGES", tuple(sources))
+    monkeypatch.setattr(modelling_code, "CLASSES", {"A": next(iter(sources))})
+    monkeypatch.setattr(modelling_code, "AUTO_MAP", {})
+    return joined_code()
+
+
+def test_modules_are_joined(monkeypatch, tmp_path):
+    code = written(
+        tmp_path,
+        monkeypatch,
+        a='''"""Says from b import f."""
+from __future__ import annotations
+from math import (
+    pi,  # a comment
+    sin as sine,
+)
+from b import (
+    B,
+)
+class A(B):
+    def late(self) -> C:
+        from c import C
+        return C(pi)
+''',
+        b="from math import sin as sine, tau\nfrom typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from c import C\nclass B: pass\n",
+        c="class C(float): pass\n",
+    )
+    assert [line for line in code.splitlines() if "from" in line and "#" not in line] == [
+        "from __future__ import annotations",
+        "from math import pi",
+        "from math import sin as sine",
+        "from math import tau",
+        "from typing import TYPE_CHECKING",
+    ]
+    assert "# Says from b import f." in code
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["A"]().late() == names["pi"]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("import b\n", "line 1: import b; expected from MODULE import NAME"),
+        ("from b import X as Y\n", "expected from MODULE import NAME"),
+        ("from . import b\n", "expected from MODULE import NAME"),
+        ("from b import X\n_HELP = 1\n", "_HELP is b._HELP and a._HELP: one file can have only one of them"),
+        ("from b import X\nfrom cmath import pi\n", "pi is from math import pi and from cmath import pi"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused(other, message, monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        written(tmp_path, monkeypatch, a=other, b="from math import pi\nX = _HELP = 2\n")
 
 
 def test_without_the_source_there_is_no_kernel(monkeypatch, tmp_path):
     from moe.kernels import compiled
 
-    monkeypatch.setattr(compiled, "SOURCE", tmp_path / "missing.cpp")
+    monkeypatch.setattr(compiled, "EXPERT_PRODUCTS", tmp_path / "missing.cpp")
     monkeypatch.setattr(compiled, "load_library", lambda *_: pytest.fail("nothing is built"))
     assert compiled.load_kernel.__wrapped__() is None

@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer, Pipeline, pipeline
 
+from m6.errors import UserError
 from m6.export import export_hf
 from m6.tokenizers import M6ImageProcessor, M6Processor, M6Tokenizer
 from tests.fixtures.fabricated_run import write_run_and_data
@@ -69,7 +70,7 @@ def test_text_generation(exported):
 def test_the_processor(processor, tmp_path):
     options = {"padding": "max_length", "max_length": 20, "return_tensors": "np"}
     plain = processor(images=[RED, None], text=[SHORT, LONG], **options)
-    assert set(plain) == set(processor.model_input_names) | {"token_type_ids"}
+    assert set(plain) == set(processor.model_input_names)
     assert plain["input_ids"].shape == (2, 20)
     assert plain["pixel_values"].shape == (1, 3, 32, 32)
     nested = processor(
@@ -116,6 +117,10 @@ def test_the_tokenizer(exported, tmp_path):
         tokenizer.tokenize(LONG)
     )
     tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="eos_token is '<sep>', expected '<eos>': the model has learned it"):
+        AutoTokenizer.from_pretrained(exported, eos_token="<sep>")
+    with pytest.raises(NotImplementedError, match="return_offsets_mapping"):
+        tokenizer(LONG, return_offsets_mapping=True)
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again(LONG)["input_ids"] == ids
     assert again.get_vocab() == tokenizer.get_vocab()

@@ -1,5 +1,7 @@
 """M6Config: its checks, its id space, and parameter counts against built models and the papers' figures."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoConfig
@@ -106,6 +108,28 @@ def test_configuration_survives_a_file(tiny_config, tmp_path):
     assert type(loaded) is M6Config
     loaded.name_or_path = config.name_or_path
     assert loaded.to_dict() == config.to_dict()
+
+
+def test_keys_of_other_tools_survive_a_file(tiny_config, tmp_path):
+    config = tiny_config()
+    config.unsloth_version = "1"
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**saved, "pad_token_id": 40, "hiden_size": 9}))
+    with pytest.warns(UserWarning, match="has no field 'hiden_size'; did you mean \"hidden_size\"") as warned:
+        loaded = AutoConfig.from_pretrained(tmp_path)
+    assert len(warned) == 2
+    loaded.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == {**saved, "hiden_size": 9}
+    assert AutoConfig.from_pretrained(tmp_path, use_cache=False).use_cache is False
+
+
+def test_ids_take_their_own_value(tiny_config):
+    config = tiny_config()
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "image_token_id"):
+        setattr(config, name, getattr(config, name))
+        with pytest.raises(UserError, match=f"{name} is 3, expected {getattr(config, name)}: special tokens follow"):
+            setattr(config, name, 3)
 
 
 def test_plain_settings_make_the_same_model(tiny_config):

@@ -91,12 +91,12 @@ def test_embeddings_can_be_replaced_and_not_resized(tiny_model, prompts):
 def test_gradients_do_not_depend_on_checkpointing(tiny_model, prompts):
     model = tiny_model().train()
     gradients = []
-    for checkpointing in (False, True, False):
-        if checkpointing:
-            model.gradient_checkpointing_enable()
+    for kind in (None, {"use_reentrant": False}, {"use_reentrant": True}, None):
+        if kind:
+            model.gradient_checkpointing_enable(kind)
         elif gradients:
             model.gradient_checkpointing_disable()
-        assert model.is_gradient_checkpointing is checkpointing
+        assert model.is_gradient_checkpointing is bool(kind)
         model.zero_grad()
         model(**prompts, labels=prompts["input_ids"]).loss.backward()
         gradients.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
@@ -191,11 +191,30 @@ def test_the_cache_has_the_standard_shape_and_can_be_continued(tiny_model, text_
     assert torch.equal(continued, whole)
 
 
+def test_the_loop_of_the_documentation(tiny_model, prompts):
+    """Positions after a cache are those of each row's target; the second row is padded."""
+    model = tiny_model()
+    expected = model.generate(**prompts, **GREEDY)
+    mask = (prompts["input_ids"] != model.config.pad_token_id).long()
+    assert mask.min() == 0
+    found = prompts["input_ids"]
+    output = model(**prompts, attention_mask=mask, use_cache=True)
+    while True:
+        new = output.logits[:, -1:].argmax(-1)
+        found, mask = torch.cat([found, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
+        if found.shape == expected.shape:
+            break
+        output = model(new, attention_mask=mask, past_key_values=output.past_key_values)
+    assert torch.equal(found, expected)
+
+
 def test_assistants_change_nothing(tiny_model, text_prompt, prompts):
     model = tiny_model()
     expected = model.generate(**text_prompt, **GREEDY)
     assert torch.equal(model.generate(**text_prompt, **GREEDY, assistant_model=tiny_model(num_layers=2)), expected)
     assert torch.equal(model.generate(**text_prompt, **GREEDY, prompt_lookup_num_tokens=2), expected)
+    assert torch.equal(model.generate(**text_prompt, **GREEDY, assistant_early_exit=1), expected)
+    assert torch.equal(model.generate(**text_prompt, **GREEDY), expected), "the draft left nothing behind"
     torch.manual_seed(0)
     sampled = model.generate(**text_prompt, do_sample=True, max_new_tokens=4, assistant_model=tiny_model())
     assert sampled.shape[0] == 1
@@ -217,6 +236,23 @@ def test_assistants_change_nothing(tiny_model, text_prompt, prompts):
 def test_what_cannot_work_says_so(tiny_model, prompts, options, message):
     with pytest.raises(UserError, match=message):
         tiny_model().generate(**{**prompts, **options}, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"inputs_embeds": torch.zeros(1, 3, 32)}, "inputs_embeds: pictures, types and positions go by input_ids"),
+        ({}, "go by input_ids"),
+        ({"input_ids": torch.tensor([[1, 41]]), "output_attentions": True}, "output_attentions: no layer returns"),
+    ],
+    ids=["embeds", "nothing", "attentions"],
+)
+def test_what_a_call_cannot_take(tiny_model, options, message):
+    with pytest.raises(UserError, match=message):
+        tiny_model()(**options)
+    if "input_ids" in options:
+        with pytest.raises(UserError, match=message):
+            tiny_model(output_attentions=True)(options["input_ids"])
 
 
 def test_an_assistant_and_a_picture_say_so(tiny_model, prompts):

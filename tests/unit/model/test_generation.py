@@ -97,7 +97,7 @@ def test_source_after_a_cache_is_refused(tiny_model, pack, samples):
         with pytest.raises(UserError, match=f"{name} has 1 columns, but there are 4 tokens"):
             model(**new, **{name: torch.ones(1, 1)}, past_key_values=cache)
     with pytest.raises(UserError, match="position_ids"):
-        model(input_ids=batch["input_ids"][:, 3:4], past_key_values=cache)
+        model(input_ids=batch["input_ids"][:, 3:4].repeat(2, 1), past_key_values=cache)
 
 
 def test_given_types_positions_and_mask_change_nothing(tiny_model, pack, prompts, pictures):

@@ -114,6 +114,15 @@ def test_picture_alone_and_text_alone(processor):
     assert "pixel_values" not in text
 
 
+def test_batches_of_pictures_in_each_form(processor):
+    pair = [picture(), picture()]
+    plain = processor(images=pair)
+    array = np.stack([np.asarray(each.convert("RGB")) for each in pair])
+    for batch in ([[each] for each in pair], array, torch.from_numpy(array)):
+        assert torch.equal(processor(images=batch)["pixel_values"], plain["pixel_values"])
+    assert len(processor(images=[[picture()], []], text=["一", "二"])["pixel_values"]) == 1
+
+
 def test_special_tokens_cannot_be_written_in_a_prompt(processor):
     ids = processor(text="<eos><image>")["input_ids"][0].tolist()
     assert max(ids[:-1]) < processor.tokenizer.text_vocab_size
@@ -124,6 +133,8 @@ def test_wrong_prompts(processor):
         processor()
     with pytest.raises(ValueError, match="1 images do not match 2 texts"):
         processor(images=picture(), text=["一", "二"])
+    with pytest.raises(ValueError, match="a prompt has at most one image, found 2"):
+        processor(images=[[picture(), picture()]], text=["一"])
     for empty in ({"text": []}, {"images": []}):
         with pytest.raises(ValueError, match="is an empty list"):
             processor(**empty)
@@ -137,6 +148,8 @@ def test_unknown_arguments(processor, images):
     with pytest.raises(ValueError, match="padding_side: M6Processor knows no such argument"):
         processor(**given, text_kwargs={"padding_side": "right"})
     processor(**given, do_resize=True)
+    with pytest.raises(ValueError, match="do_rescale is given both by itself and in images_kwargs"):
+        processor(**given, do_rescale=False, images_kwargs={"do_rescale": True})
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA"])
