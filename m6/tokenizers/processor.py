@@ -16,6 +16,7 @@ from m6.errors import UserError, nearest
 from m6.tokenizers.pictures import RESAMPLE, square_rgb
 from m6.tokenizers.text import M6Tokenizer
 
+_DEFAULTS = {"return_tensors": "pt", "padding": True, "truncation": False, "max_length": None}
 _NESTED = ("common_kwargs", "text_kwargs", "images_kwargs")
 
 
@@ -122,11 +123,13 @@ class M6Processor(ProcessorMixin):
         """
         nested = {name: kwargs.pop(name) for name in _NESTED if name in kwargs}
         if nested:
-            for name, given in nested.items():
-                if twice := sorted(kwargs.keys() & given.keys()):
-                    raise ValueError(f"{twice[0]} is given both by itself and in {name}")
             plain = {"return_tensors": return_tensors, "padding": padding, "truncation": truncation}
-            all_given = functools.reduce(operator.or_, nested.values(), {**plain, "max_length": max_length, **kwargs})
+            plain |= {"max_length": max_length, **kwargs}
+            for name, given in nested.items():
+                for twice in sorted(plain.keys() & given.keys()):
+                    if twice not in _DEFAULTS or plain[twice] != _DEFAULTS[twice]:
+                        raise ValueError(f"{twice} is given both by itself and in {name}")
+            all_given = functools.reduce(operator.or_, nested.values(), plain)
             return self(images, text, target_prefix, targets=targets, **all_given)
         for name in kwargs:
             if name not in (valid := self.image_processor.valid_kwargs.__annotations__):

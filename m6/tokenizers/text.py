@@ -49,6 +49,14 @@ def split_sentences(text: str) -> list[str]:
     return [sentence for sentence in _SENTENCE.findall(text) if sentence]
 
 
+def _joined(words: Sequence[str]) -> str:
+    """The text of words, with spaces between words of letters that are separated by spaces."""
+    text = ""
+    for word in words:
+        text += f" {word}" if text[-1:].isascii() and word[:1].isascii() and text else word
+    return text
+
+
 class M6Tokenizer(PreTrainedTokenizer):
     """Slow (pure Python) Hugging Face tokenizer of the joint vocabulary.
 
