@@ -123,7 +123,7 @@ class M6Processor(ProcessorMixin):
         """
         nested = {name: kwargs.pop(name) for name in _NESTED if name in kwargs}
         if nested:
-            plain = {"return_tensors": return_tensors, "padding": padding, "truncation": truncation}
+            plain: dict[str, Any] = {"return_tensors": return_tensors, "padding": padding, "truncation": truncation}
             plain |= {"max_length": max_length, **kwargs}
             for name, given in nested.items():
                 for twice in sorted(plain.keys() & given.keys()):
