@@ -5,7 +5,7 @@
 422  bad input; the answer names the problem
 429  the queue, or the memory for bodies, is full; the header Retry-After says when to try again
 500  the model failed on this batch
-501  the model does not draw
+501  the model does not draw, or has not learned to answer questions
 503  the service is stopping, or has too many connections
 504  the deadline passed
 
@@ -155,8 +155,8 @@ class DeadlinePassed(Exception):
     """A request was not completed in time. Its job is not run if it still waits."""
 
 
-class CannotDraw(Exception):
-    """The checkpoint has no image tokenizer."""
+class NotLearned(Exception):
+    """The model does not draw or answer; the message says what it does."""
 
 
 class DrawRequest(BaseModel):
@@ -233,7 +233,13 @@ def create_app(
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "ok", "model": model_name, "tasks": batcher.tasks, **batcher.status()}
+        return {
+            "status": "ok",
+            "model": model_name,
+            "tasks": batcher.tasks,
+            "answers": captioning.answers,
+            **batcher.status(),
+        }
 
     @app.get("/ready")
     async def ready() -> dict[str, bool]:
@@ -251,6 +257,11 @@ def create_app(
         PNG, JPEG, WebP, GIF, BMP or TIFF, as the body or as the only file of a form.
         """
         check_parameters(request, "max_new_tokens", "question", "deadline_s")
+        if question and not captioning.answers:
+            raise NotLearned(
+                f"{model_name} does not answer: it was trained without m6.objectives.visual_question_answering; "
+                "without a question it captions the picture"
+            )
         content_type, image_size = request.headers.get("content-type", ""), captioning.model.config.image_size
 
         async def answer() -> str:
@@ -268,7 +279,7 @@ def create_app(
         The header M6-Warnings says what of the text the model does not know: a JSON list in percent-encoding.
         """
         if drawing is None:
-            raise CannotDraw(
+            raise NotLearned(
                 f"{model_name} does not draw: it was trained without m6.objectives.image_code_denoising or "
                 "text_to_image and has no image tokenizer; it captions pictures at /caption"
             )
@@ -292,7 +303,7 @@ def create_app(
         BadInput: 422,
         QueueFull: 429,
         TooManyBodies: 429,
-        CannotDraw: 501,
+        NotLearned: 501,
         Stopping: 503,
         DeadlinePassed: 504,
     }

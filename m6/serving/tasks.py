@@ -56,6 +56,11 @@ class Captioning:
         self.model, self.processor, self.max_new_tokens = model, processor, max_new_tokens
 
     @property
+    def answers(self) -> bool:
+        """Whether the model answers questions. One that does not say what it has learned may."""
+        return not self.model.learned_objectives or "visual_question_answering" in self.model.learned_objectives
+
+    @property
     def max_length(self) -> int:
         """Largest length of a job, in decoding steps."""
         return self.max_new_tokens

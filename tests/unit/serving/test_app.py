@@ -106,7 +106,8 @@ def test_a_batch_of_different_lengths_equals_each_description_alone(captioning: 
     assert captioning.run(jobs * 22)[-3:] == expected, "66 at a time"
 
 
-def test_questions_and_captions_share_a_batch(captioning: Captioning):
+def test_questions_and_captions_share_a_batch(captioning: Captioning, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(type(captioning.model), "learned_objectives", ["visual_question_answering"])
     questions = ["蓝色的圆形", "", "红"]
     asked = list(zip(PICTURES, questions, strict=True))
     expected = [reference(captioning, picture, 9, question) for picture, question in asked]
@@ -320,6 +321,19 @@ def test_a_model_that_does_not_draw_says_what_it_lacks(captioning: Captioning):
     assert answer.json()["detail"].startswith(
         "tiny does not draw: it was trained without m6.objectives.image_code_denoising"
     )
+
+
+def test_a_model_that_does_not_answer_says_so(captioning: Captioning, monkeypatch: pytest.MonkeyPatch):
+    async def scenario(client: httpx.AsyncClient) -> list[httpx.Response]:
+        asked = await client.post("/caption", params={"question": "红"}, content=PICTURES[0])
+        return [await client.get("/health"), asked, await client.post("/caption", content=PICTURES[0])]
+
+    for learned, answers in ((["image_captioning"], False), (["visual_question_answering"], True), ([], True)):
+        monkeypatch.setattr(type(captioning.model), "learned_objectives", learned)
+        health, asked, plain = with_client(captioning, scenario)
+        assert health.json()["answers"] is answers
+        assert (asked.status_code, plain.status_code) == (200 if answers else 501, 200)
+        assert answers or asked.json()["detail"].startswith("tiny does not answer: it was trained without m6.obj")
 
 
 @pytest.mark.parametrize("path", ["/caption", "/generate"])
