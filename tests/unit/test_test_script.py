@@ -17,11 +17,12 @@ def calls(folder: Path, *arguments: str) -> list[list[str]]:
     (folder / "environment.sh").write_text(
         f"root={folder}\nsay() {{ :; }}\nmake_environment() {{ :; }}\ninstall_slurm() {{ :; }}\n"
     )
-    (folder / "pre-commit").write_text("#!/bin/sh\n")
+    (folder / "pre-commit").write_text('#!/bin/sh\n[ "$2" != mypy ] || [ ! -e wrong_types ]\n')
     (folder / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@" -- >>calls\n')
     for program in ("pre-commit", "python"):
         (folder / program).chmod(0o755)
-    for program in ("bash", "dirname", "sh"):  # nothing else of this machine, which may have a GPU
+    # Nothing else of this machine, which may have a GPU.
+    for program in ("bash", "cat", "dirname", "mktemp", "rm", "sh"):
         (folder / program).symlink_to(shutil.which(program) or program)
     environment = {**os.environ, "PATH": str(folder)}
     subprocess.run(["bash", folder / "test.sh", *arguments], env=environment, check=True, timeout=60)
@@ -31,16 +32,20 @@ def calls(folder: Path, *arguments: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("arguments", "first", "second"),
     [
-        ([], [*OWN, "-m", "not slurm and not gpu"], ["-rs", "-m", "slurm", "tests/slurm"]),
+        (
+            [],
+            [*OWN, "-m", "not slurm and not gpu and not nightly"],
+            ["-rs", "-m", "slurm and not nightly", "tests/slurm"],
+        ),
         (
             ["-m", "not slow"],
-            [*OWN, "-m", "not slurm and not gpu and (not slow)"],
-            ["-rs", "-m", "slurm and (not slow)", "tests/slurm"],
+            [*OWN, "-m", "not slurm and not gpu and not nightly and (not slow)"],
+            ["-rs", "-m", "slurm and not nightly and (not slow)", "tests/slurm"],
         ),
         (
             ["tests/unit", "-mgpu or slow", "-k", "a b"],
-            [*OWN, "-m", "not slurm and not gpu and (gpu or slow)", "tests/unit", "-k", "a b"],
-            ["-rs", "-m", "slurm and (gpu or slow)", "tests/unit", "-k", "a b"],
+            [*OWN, "-m", "not slurm and not gpu and not nightly and (gpu or slow)", "tests/unit", "-k", "a b"],
+            ["-rs", "-m", "slurm and not nightly and (gpu or slow)", "tests/unit", "-k", "a b"],
         ),
     ],
     ids=["none", "marks", "all kinds"],
@@ -55,11 +60,24 @@ def test_a_machine_with_a_gpu_runs_the_tests_of_a_gpu_too(tmp_path: Path):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     found = calls(tmp_path, "--fast", "tests/gpu")
-    assert found[1:] == [["--numprocesses", "4", "-m", "gpu and not slow", "tests/gpu"]]
+    assert found[1:] == [["--numprocesses", "4", "-m", "gpu and not nightly and not slow", "tests/gpu"]]
+
+
+def test_all_adds_the_nightly_tests(tmp_path: Path):
+    assert calls(tmp_path, "--all") == [[*OWN, "-m", "not slurm and not gpu"], ["-rs", "-m", "slurm", "tests/slurm"]]
+
+
+def test_wrong_types_fail_after_the_tests(tmp_path: Path):
+    (tmp_path / "wrong_types").touch()
+    with pytest.raises(subprocess.CalledProcessError):
+        calls(tmp_path)
+    assert (tmp_path / "calls").read_text().startswith("-m\npytest\n")
 
 
 def test_the_fast_lane_leaves_out_slow_tests_and_slurm(tmp_path: Path):
-    assert calls(tmp_path, "--fast", "tests/unit") == [[*OWN, "-m", "not slurm and not gpu and not slow", "tests/unit"]]
+    assert calls(tmp_path, "--fast", "tests/unit") == [
+        [*OWN, "-m", "not slurm and not gpu and not nightly and not slow", "tests/unit"]
+    ]
 
 
 def test_a_script_ends_after_a_training_that_was_stopped(tmp_path: Path):
