@@ -13,6 +13,7 @@ import torch
 from m6.data.collate import MicroBatch
 from m6.training.engine.tree_gradients import TreeGradients
 from tests.distributed.alike import assert_reports_alike, assert_rounded_alike, reported, state_errors
+from tests.distributed.chosen import cases, chosen
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_any_world import assert_equal_to_the_bit
 from tests.distributed.test_faults import open_trainer
@@ -80,6 +81,10 @@ SKIPPING: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
 }
 
 
+# Other schedules, and other reasons for the same rounding.
+NIGHTLY = {"interleaved_1f1b", "interleaved_zero_bubble", "dualpipev", "offloaded", "bf16", "half"}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("any_world_layouts")
@@ -88,10 +93,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> Path:
-    """The folder with a run of one, of two and of four ranks for each of the above."""
+def trained(request: pytest.FixtureRequest, folder: Path) -> Path:
+    """The folder with a run of one, of two and of four ranks for each of the above that is chosen."""
     worlds: dict[int, list[tuple[dict[str, Any], Path]]] = {1: [], 2: [], 4: []}
+    names = chosen(request)
     for name, (changes, own, (two, four)) in {**RUNS, **ROUNDED, **SKIPPING}.items():
+        if name not in names:
+            continue
         for ranks, zero in ((1, 0 if name in RUNS else 1), (2, two), (4, four)):
             if ranks == 1 and name in SKIPPING:  # compared with no other
                 continue
@@ -102,14 +110,14 @@ def trained(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [*RUNS, *ROUNDED, *SKIPPING])
+@pytest.mark.parametrize("name", cases([*RUNS, *ROUNDED, *SKIPPING], NIGHTLY))
 def test_weights_do_not_depend_on_the_number_of_pipelines(trained: Path, name: str):
     assert_equal_to_the_bit(trained / "4" / name, trained / "2" / name)
     if name in SKIPPING:
         assert {skipped for [skipped] in reported(trained / "4" / name, "skipped_steps")} == {0, 1}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", cases(RUNS, NIGHTLY))
 def test_a_run_reports_and_learns_what_one_rank_does(trained: Path, name: str):
     found, expected = trained / "2" / name, trained / "1" / name
     lines = 1 if name == "without a flush" else STEPS
@@ -119,7 +127,7 @@ def test_a_run_reports_and_learns_what_one_rank_does(trained: Path, name: str):
         assert error < (2e-3 if key[1] == "weight" else 1e-5), key
 
 
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("name", cases(ROUNDED, NIGHTLY))
 def test_precisions(trained: Path, name: str):
     assert_rounded_alike(trained / "2" / name, trained / "1" / name)
 

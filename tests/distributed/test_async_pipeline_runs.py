@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.errors import UserError
 from tests.distributed.alike import TOLERANCE, assert_reports_alike, assert_rounded_alike, reported, state_errors
+from tests.distributed.chosen import cases, chosen
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_faults import entries, open_trainer
 from tests.distributed.test_pipelines import document, folder, pipeline, train_all
@@ -53,11 +54,17 @@ def asynchronous(folder: Path, stages: dict[str, Any] | None, zero: int = 1, ep_
     return document(folder, zero, **DELAY | parallel | changes)
 
 
+# Parts of the others together.
+NIGHTLY = {"four stages", "muon", "bf16"}
+
+
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> Path:
-    """The folder with a run of one rank and a run of four ranks for each of the above."""
-    alone, together = [], []
+def trained(request: pytest.FixtureRequest, folder: Path) -> Path:
+    """The folder with a run of one rank and a run of four ranks for each of the above that is chosen."""
+    alone, together, names = [], [], chosen(request)
     for name, (changes, stages, zero, ep_size) in RUNS.items():
+        if name not in names:
+            continue
         alone.append((asynchronous(folder, None, 1 if name == "bf16" else 0, **changes), folder / f"{name} alone"))
         together.append((asynchronous(folder, stages, zero, ep_size, **changes), folder / name))
     run_distributed(train_all, 1, alone)
@@ -65,7 +72,7 @@ def trained(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", cases(RUNS, NIGHTLY))
 def test_a_run_reports_what_one_rank_with_the_delay_reports(trained: Path, name: str):
     found, expected = trained / name, trained / f"{name} alone"
     if name == "bf16":

@@ -1,10 +1,11 @@
 """Each pair of features that go together is in a run on several ranks, which reports and learns what one rank does.
 
-A covering array of about thirty runs holds all pairs. Processes take seconds to start, so that each world is started
-once and trains one run after the other.
+A covering array of about thirty runs holds all pairs; at night all of them are trained, and otherwise those eight that
+hold each feature and most pairs. Each world is started once and trains one run after the other.
 """
 
 import copy
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.distributed.spawn import run_distributed
 from tests.distributed.test_pipelines import train_all
 from tests.distributed.test_training_layouts import losses, norms
 from tests.fixtures.features import HEADS, LAYERS, document
-from tests.fixtures.pairwise import Row, covering_rows
+from tests.fixtures.pairwise import Row, covering_rows, few_rows
 
 pytestmark = pytest.mark.slow
 
@@ -107,14 +108,11 @@ def on_one_rank(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pairs")
+@pytest.mark.parametrize("chosen", [few_rows, pytest.param(list, marks=pytest.mark.nightly)], ids=["most", "all"])
+def test_each_pair_trains_as_on_one_rank(tmp_path: Path, chosen: Callable[[Sequence[Row]], Sequence[Row]]):
+    folder = tmp_path
     document(folder)  # builds the data before the ranks start
-    return folder
 
-
-def test_each_pair_trains_as_on_one_rank(folder: Path):
     def accepted(row: Row) -> bool:
         found = of_row(folder, row)
         if found is None:
@@ -124,7 +122,7 @@ def test_each_pair_trains_as_on_one_rank(folder: Path):
         except UserError:
             return False
 
-    rows = covering_rows(FEATURES, accepted)
+    rows = chosen(covering_rows(FEATURES, accepted))
     assert {feature for row in rows for feature in row} == set(FEATURES)
     worlds: dict[int, list[tuple[dict[str, Any], Path]]] = {1: [], 2: [], 4: [], 8: []}
     for name, rate in (("first", 0.0), ("first with biases", 0.01)):

@@ -25,6 +25,7 @@ from tests.distributed.alike import (
     reported,
     state_errors,
 )
+from tests.distributed.chosen import cases, chosen
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_faults import entries, open_trainer
 from tests.distributed.test_offloading import OFFLOAD
@@ -288,11 +289,17 @@ def train_all(runs: list[tuple[dict[str, Any], Path]]) -> None:
         open_trainer(each, root).train()
 
 
+# Parts of the others together, and other cuts.
+NIGHTLY = {"checkpointing", "sparse in part", "muon", "offloaded on every rank", "ramp in rounds", "bf16"}
+
+
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> Path:
-    """The folder with a run of one rank and a run of four ranks for each of the above."""
-    alone, together = [], []
+def trained(request: pytest.FixtureRequest, folder: Path) -> Path:
+    """The folder with a run of one rank and a run of four ranks for each of the above that is chosen."""
+    alone, together, names = [], [], chosen(request)
     for name, (changes, stages, zero, ep_size) in {**RUNS, **ROUNDED}.items():
+        if name not in names:
+            continue
         alone.append((document(folder, 1 if name in ROUNDED else 0, **changes), folder / f"{name} alone"))
         parallel = {"m6__parallel__pipeline": stages, "m6__training__ep_size": ep_size}
         together.append((document(folder, zero, **changes, **parallel), folder / name))
@@ -301,7 +308,7 @@ def trained(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", cases(RUNS, NIGHTLY))
 def test_a_run_reports_what_one_rank_reports(trained: Path, name: str):
     """Also auxiliary losses, and the statistics of the routers of all stages."""
     found, expected = trained / name, trained / f"{name} alone"
@@ -317,7 +324,7 @@ def test_a_run_reports_what_one_rank_reports(trained: Path, name: str):
     assert ("experts" in entries(found)[0]) == (name != "dense")
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", cases(RUNS, NIGHTLY))
 def test_a_checkpoint_is_that_of_one_rank(trained: Path, name: str):
     """The same tensors, and values that the steps of an optimizer leave alike."""
     for key, error in state_errors(trained / name, trained / f"{name} alone").items():
@@ -325,7 +332,7 @@ def test_a_checkpoint_is_that_of_one_rank(trained: Path, name: str):
         assert error < (2e-3 if key[1] == "weight" or name == "muon" else 1e-5), key
 
 
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("name", cases(ROUNDED, NIGHTLY))
 def test_precisions(trained: Path, name: str):
     assert_rounded_alike(trained / name, trained / f"{name} alone")
 

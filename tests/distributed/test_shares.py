@@ -11,6 +11,7 @@ import pytest
 from m6.training.mesh import ParallelDims
 from m6.training.train_step import micro_batch_numbers
 from tests.distributed.alike import assert_reports_alike, state_errors
+from tests.distributed.chosen import cases, chosen
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_any_world import assert_equal_to_the_bit
 from tests.distributed.test_faults import open_trainer
@@ -66,6 +67,18 @@ LIKE_TWO: dict[str, Changes] = {
 UNEVEN_OF = {"exact experts": [1, 1, 3, 3], "exact pipelines": [5, 7]}
 
 
+# Other numbers, and parts of the others together.
+NIGHTLY = {
+    "stage 1",
+    "four ranks",
+    "two kinds",
+    "tensor groups",
+    "optimizer on the host",
+    "exact with a batch that grows",
+}
+REFERENCES = {"stage 0", "exact"}  # also for runs of single tests
+
+
 def document(folder: Path, stage: int = 0, **changes: Any) -> dict[str, Any]:
     """A run with eight micro-batches in a step."""
     base = {"train_batch_size": 16, "m6__training__total_steps": STEPS, "zero_optimization": {"stage": stage}}
@@ -80,14 +93,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> Path:
-    """The folder with all runs, and for each one its reference."""
+def trained(request: pytest.FixtureRequest, folder: Path) -> Path:
+    """The folder with all runs that are chosen, and for each one its reference."""
+    names = chosen(request) | REFERENCES
     worlds: dict[int, list[tuple[dict[str, Any], Path]]] = {1: [], 2: [], 3: [], 4: []}
     for runs, exact in ((RUNS, {}), (EXACT, ANY_WORLD)):
         for name, (changes, ranks, stage, own) in runs.items():
+            if name not in names:
+                continue
             worlds[1].append((document(folder, **changes, **exact), folder / f"{name} alone"))
             worlds[ranks].append((document(folder, stage, **{**changes, **exact, **own}), folder / name))
     for name, changes in LIKE_TWO.items():
+        if name not in names:
+            continue
         worlds[2].append((document(folder, **changes, **ANY_WORLD), folder / f"{name} alone"))
         uneven = {"m6__parallel__shares": UNEVEN_OF[name]}
         worlds[4].append((document(folder, 1, **changes, **ANY_WORLD, **uneven), folder / name))
@@ -97,7 +115,7 @@ def trained(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", cases(RUNS, NIGHTLY))
 def test_a_run_reports_and_learns_what_one_rank_does(trained: Path, name: str):
     found, expected = trained / name, trained / f"{name} alone"
     assert_reports_alike(found, expected, STEPS + 4)  # validation of four objectives
@@ -108,7 +126,7 @@ def test_a_run_reports_and_learns_what_one_rank_does(trained: Path, name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*EXACT, *LIKE_TWO])
+@pytest.mark.parametrize("name", cases([*EXACT, *LIKE_TWO], NIGHTLY))
 def test_the_same_bits(trained: Path, name: str):
     assert_equal_to_the_bit(trained / name, trained / f"{name} alone")
 
@@ -152,7 +170,7 @@ def test_a_run_resumes_with_other_shares(trained: Path, folder: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [5, 6, 7])
+@pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (5, 6)), 7])
 def test_any_number_of_ranks_has_the_same_bits(trained: Path, folder: Path, ranks: int):
     root = folder / f"{ranks} ranks"
     run_distributed(train_all, ranks, [(document(folder, 1, **ANY_WORLD), root)])

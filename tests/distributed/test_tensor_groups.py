@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.alike import TOLERANCE, assert_reports_alike, assert_rounded_alike, reported, state_errors
+from tests.distributed.chosen import cases, chosen
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_faults import entries
 from tests.distributed.test_pipelines import part_of_loss, pipeline, train_all
@@ -103,11 +104,20 @@ ROUNDED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 }
 
 
+# Parts of the others together, and other stages of ZeRO.
+NIGHTLY = {
+    *("stages", "turns, offloaded", "optimizer on the host, ZeRO 2", "Muon, ZeRO 0", "Muon on a square, ZeRO 2"),
+    *("Muon one step late", "Lamb, ZeRO 0", "Lars on a square in one group", "bf16"),
+}
+
+
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> Path:
-    """The folder with a run of one rank and a run of four ranks for each of the above."""
-    alone, together = [], []
+def trained(request: pytest.FixtureRequest, folder: Path) -> Path:
+    """The folder with a run of one rank and a run of four ranks for each of the above that is chosen."""
+    alone, together, names = [], [], chosen(request)
     for name, (changes, layout, zero) in {**RUNS, **ROUNDED}.items():
+        if name not in names:
+            continue
         alone.append((document(folder, 1 if name in ROUNDED else 0, **changes), folder / f"{name} alone"))
         together.append((document(folder, zero, **changes, **layout), folder / name))
     run_distributed(train_all, 1, alone)
@@ -115,7 +125,7 @@ def trained(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", cases(RUNS, NIGHTLY))
 def test_a_run_reports_what_one_rank_reports(trained: Path, name: str):
     """Also auxiliary losses, and the statistics of the routers."""
     found, expected = trained / name, trained / f"{name} alone"
@@ -129,7 +139,7 @@ def test_a_run_reports_what_one_rank_reports(trained: Path, name: str):
             assert values == pytest.approx(others, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", cases(RUNS, NIGHTLY))
 def test_a_checkpoint_is_that_of_one_rank(trained: Path, name: str):
     """The same tensors, and values that the steps of an optimizer leave alike."""
     for key, error in state_errors(trained / name, trained / f"{name} alone").items():
@@ -137,7 +147,7 @@ def test_a_checkpoint_is_that_of_one_rank(trained: Path, name: str):
         assert error < (2e-3 if key[1] == "weight" else 1e-5), key
 
 
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("name", cases(ROUNDED, NIGHTLY))
 def test_precisions(trained: Path, name: str):
     assert_rounded_alike(trained / name, trained / f"{name} alone")
 

@@ -18,6 +18,7 @@ from m6.planning.machine.cluster import Cluster, load_cluster
 from m6.planning.search.configuration import configure
 from m6.planning.search.planner import Planner
 from tests.distributed.alike import TOLERANCE, assert_reports_alike, assert_rounded_alike, state_errors
+from tests.distributed.chosen import cases, chosen
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_faults import open_trainer
 from tests.distributed.test_training_layouts import losses, norms, train
@@ -100,11 +101,17 @@ def train_by_sgd(runs: list[tuple[dict[str, Any], Path]]) -> None:
         open_trainer(each, root).train()
 
 
+# Parts of the others together, and other stages of ZeRO.
+NIGHTLY = {"1d x 2", "1d, ZeRO 2", "AdamW one step late", "bf16", "autocast"}
+
+
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> Path:
-    """The folder with a run of one rank and a run of four ranks for each of the above."""
-    alone, together = [], []
+def trained(request: pytest.FixtureRequest, folder: Path) -> Path:
+    """The folder with a run of one rank and a run of four ranks for each of the above that is chosen."""
+    alone, together, names = [], [], chosen(request)
     for name, (changes, divided, zero) in {**RUNS, **ROUNDED}.items():
+        if name not in names:
+            continue
         alone.append((document(folder, 1 if name in ROUNDED else 0, **changes), folder / f"{name} alone"))
         together.append((document(folder, zero, divided, **changes), folder / name))
     run_distributed(train_by_sgd, 1, alone)
@@ -112,18 +119,18 @@ def trained(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", cases(RUNS, NIGHTLY))
 def test_a_run_reports_what_one_rank_reports(trained: Path, name: str):
     assert_reports_alike(trained / name, trained / f"{name} alone", STEPS + 4)  # validation of four objectives
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", cases(RUNS, NIGHTLY))
 def test_a_checkpoint_is_that_of_one_rank(trained: Path, name: str):
     for key, error in state_errors(trained / name, trained / f"{name} alone").items():
         assert error < (2e-3 if "AdamW" in name else TOLERANCE), key
 
 
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("name", cases(ROUNDED, NIGHTLY))
 def test_precisions(trained: Path, name: str):
     assert_rounded_alike(trained / name, trained / f"{name} alone")
 
