@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.slurm.run import MIDDLE, ClusterRun, MakeRun
+from tests.slurm.run import ClusterRun, MakeRun
 
 ROOT = Path(__file__).parents[2]
+STEPS = 120
+MIDDLE = 25  # a step between two checkpoints
 
 
 def elastic(make_run: MakeRun) -> tuple[ClusterRun, ClusterRun]:
@@ -29,6 +31,7 @@ def _nodes_come_and_go(make_run: MakeRun, name: str, **changes: Any) -> tuple[Cl
     machine = json.loads((ROOT / "configs" / "clusters" / "cpu_laptop.json").read_text(encoding="utf-8"))
     link = {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5, "source": "the loopback device"}
     machine["nodes"][0] |= {"count": 4, "devices_per_node": 1, "links": {"network": link}}
+    changes["m6__training__total_steps"] = STEPS
     alone = make_run(f"{name}_alone", **changes)
     description = alone.folder / "cpu_nodes.json"
     description.write_text(json.dumps(machine), encoding="utf-8")

@@ -9,7 +9,7 @@ from tests.slurm.cluster import send
 from tests.slurm.run import MIDDLE, ClusterRun, MakeRun
 
 RANKS = 4
-STEPS = 60
+STEPS = 40
 MAIN = "in _run_module_as_main"  # the last line of the main thread's stack, which is told last
 
 

@@ -17,8 +17,8 @@ from m6.slurm.submission import plan_submission, submit
 from tests.fixtures.tiny_run import tiny_document, write_tiny_config
 from tests.slurm.cluster import LocalCluster, send, wait_until
 
-STEPS, INTERVAL = 120, 10
-MIDDLE = 25  # a step between two checkpoints
+STEPS, INTERVAL = 50, 10
+MIDDLE = 15  # a step between two checkpoints
 # Between two looks at all processes of the machine: several scenarios look, and each look takes milliseconds.
 _LOOK_S = 0.25
 # What a run learned and reported, without its times.
@@ -154,7 +154,7 @@ class ClusterRun:
     def wait_for_end(self, job: str = "") -> str:
         """The state in which a job of the run ended."""
         job = job or self.job
-        self.wait_until(lambda: self.cluster.state(job) in _OVER, f"the end of job {job}", interval_s=0.5)
+        self.wait_until(lambda: self.cluster.state(job) in _OVER, f"the end of job {job}", interval_s=1.0)
         return self.cluster.state(job)
 
     def wait_for_file(self, name: str) -> None:
@@ -173,6 +173,17 @@ class ClusterRun:
         """Returns once the run's first job says that it was asked to stop."""
         job_log = next(self.root.glob("slurm/*.log"))
         self.wait_until(lambda: "asked to stop" in job_log.read_text(), "the stop")
+
+    @contextlib.contextmanager
+    def held(self, step: int = MIDDLE) -> Iterator[None]:
+        """Inside ``with`` the run's two ranks stand still after a step: what is done to it does not come too late."""
+        self.wait_for_step(step)
+        processes = self.wait_for_ranks().values()
+        for process in processes:
+            send(process, signal.SIGSTOP)
+        yield
+        for process in processes:
+            send(process, signal.SIGCONT)
 
     def set_time_limit(self, minutes: int) -> None:
         self.cluster.run("scontrol", "update", f"JobId={self.job}", f"TimeLimit={minutes}")

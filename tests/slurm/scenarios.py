@@ -8,7 +8,6 @@ from pathlib import Path
 
 from tests.fixtures.pages import blocks, execute
 from tests.slurm import kills
-from tests.slurm.cluster import send
 from tests.slurm.run import INTERVAL, MIDDLE, STEPS, ClusterRun, MakeRun
 
 ROOT = Path(__file__).parents[2]
@@ -26,9 +25,10 @@ def left_alone(make_run: MakeRun) -> ClusterRun:
 def stop_and_resume(make_run: MakeRun) -> tuple[ClusterRun, int]:
     run = make_run("stop_and_resume")
     run.submit()
-    run.wait_for_step(MIDDLE)
-    step = run.step()
-    run.ask_to_stop()
+    with run.held():
+        step = run.step()
+        run.ask_to_stop()
+        run.wait_for_stop()
     run.wait_for_file("DONE")
     run.wait_for_end()
     return run, step
@@ -64,16 +64,11 @@ def time_limit(make_run: MakeRun) -> ClusterRun:
     """
     run = make_run("time_limit")
     run.submit(time_limit_min=60, signal_lead_s=480)
-    run.wait_for_step(MIDDLE)
-    processes = run.wait_for_ranks().values()
-    for process in processes:
-        send(process, signal.SIGSTOP)
-    hours, minutes, _ = run.cluster.job_fields(run.job)["RunTime"].split(":")
-    run.set_time_limit(60 * int(hours) + int(minutes) + 9)
-    run.wait_for_stop()
-    run.set_time_limit(60)  # for the next attempt: once is enough
-    for process in processes:
-        send(process, signal.SIGCONT)
+    with run.held():
+        hours, minutes, _ = run.cluster.job_fields(run.job)["RunTime"].split(":")
+        run.set_time_limit(60 * int(hours) + int(minutes) + 9)
+        run.wait_for_stop()
+        run.set_time_limit(60)  # for the next attempt: once is enough
     run.wait_for_file("DONE")
     run.wait_for_end()
     return run
@@ -128,14 +123,9 @@ def tutorial(make_run: MakeRun) -> tuple[ClusterRun, int]:
     job = {**json.loads(description.text), "memory_gb_per_node": 1, "shared_folders": [str(run.folder)]}
     (jobs / "cpu_2x1.json").write_text(json.dumps(job), encoding="utf-8")
     run.job = execute(submission, run.folder).split()[-1]
-    run.wait_for_step(MIDDLE)
-    processes = run.wait_for_ranks().values()
-    for process in processes:
-        send(process, signal.SIGSTOP)
-    assert f"of {STEPS}" in execute(status, run.folder)
-    execute(stop, run.folder)
-    for process in processes:
-        send(process, signal.SIGCONT)
+    with run.held():
+        assert f"of {STEPS}" in execute(status, run.folder)
+        execute(stop, run.folder)
     run.wait_for_end()
     stopped_at = run.newest_checkpoint()
     run.job = execute(resumption, run.folder).split()[-1]
@@ -146,9 +136,9 @@ def tutorial(make_run: MakeRun) -> tuple[ClusterRun, int]:
 def cancelled(make_run: MakeRun) -> ClusterRun:
     run = make_run("cancelled")
     run.submit()
-    run.wait_for_step(MIDDLE)
-    run.cluster.run("scancel", run.job)
-    run.wait_for_end()
+    with run.held():
+        run.cluster.run("scancel", run.job)
+        run.wait_for_end()
     run.wait_for_no_ranks()
     return run
 
@@ -199,8 +189,9 @@ def not_finite(make_run: MakeRun) -> ClusterRun:
 def lost_node(make_run: MakeRun) -> tuple[ClusterRun, str, int]:
     run = make_run("lost_node")
     run.submit(partition="fragile")
-    run.wait_for_step(MIDDLE)
+    run.wait_for_ranks()
     lost = run.cluster.run("scontrol", "show", "hostnames", run.cluster.job_fields(run.job)["NodeList"]).split()[-1]
+    run.wait_for_step(MIDDLE)
     run.cluster.lose_node(lost)
     run.wait_for_no_ranks()
     checkpoint = run.checkpoints()[-1]
@@ -294,8 +285,9 @@ def _stop_the_first(run: ClusterRun, **how: int) -> tuple[ClusterRun, list[str]]
     jobs = run.submit(**how)
     if "array" in how:
         jobs = [f"{run.job}_{task}" for task in range(1, how["array"] + 1)]
-    run.wait_for_step(MIDDLE)
-    run.ask_to_stop(jobs[0])
+    with run.held():
+        run.ask_to_stop(jobs[0])
+        run.wait_for_stop()
     for job in jobs:
         run.wait_for_end(job)
     return run, jobs

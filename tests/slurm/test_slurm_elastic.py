@@ -8,7 +8,8 @@ import pytest
 from m6.runs.layouts import LayoutRecord, measured_steps, read_layouts
 from m6.slurm.status import describe_status
 from tests.slurm.cluster import LocalCluster, wait_until
-from tests.slurm.run import STEPS, ClusterRun
+from tests.slurm.elastic import STEPS
+from tests.slurm.run import ClusterRun
 
 pytestmark = pytest.mark.slurm
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +26,7 @@ def test_nodes_that_come_and_go(played: tuple[ClusterRun, ClusterRun]):
     assert {record.layout["ep_size"] for record in records} == {1}
 
 
+@pytest.mark.nightly
 @pytest.mark.scenario("elastic_experts")
 def test_nodes_that_come_and_go_split_the_experts_anew(played: tuple[ClusterRun, ClusterRun]):
     """In fp32 other ranks and another ``ep_size`` add up in another order: 1e-5 of losses near 6 are a hundred units in

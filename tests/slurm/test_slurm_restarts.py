@@ -46,6 +46,7 @@ def test_the_next_attempt_has_half_of_the_nodes(played: tuple[ClusterRun, int], 
         )
 
 
+@pytest.mark.nightly  # rank_crash and tests/distributed/test_kill_and_resume.py kill by day
 @pytest.mark.scenario("random_kills", "long_left_alone")
 def test_kills_at_random_moments(played: tuple[ClusterRun, list[Kill]], whole: ClusterRun):
     run, kills = played
