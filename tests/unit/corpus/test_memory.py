@@ -108,6 +108,7 @@ def test_the_last_stage_keeps_little_of_training_rows(tmp_path: Path):
     assert peaks[1] - peaks[0] < FINISH_BYTES * FILES * (MANY_ROWS - FEW_ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STATED)
 @pytest.mark.parametrize(("kind", "stated"), [(texts, STATED), (pictures, OF_PICTURES)])
 def test_more_documents_take_no_more_memory_than_stated(

@@ -223,6 +223,7 @@ class Deadly(Quiet):
         super().do_GET()
 
 
+@pytest.mark.slow
 def test_a_web_server_and_a_process_that_is_killed(web: Path, tmp_path: Path):
     expected = rows(built(recipe(tmp_path / "here", str(web))))
     with served(web, Deadly) as url:

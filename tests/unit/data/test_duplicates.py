@@ -56,6 +56,7 @@ def test_near_duplicates_are_those_of_all_pairs(kind: str, rows: int):
     np.testing.assert_array_equal(has_near_duplicate(signatures, others), all_near(signatures, others).any(axis=1))
 
 
+@pytest.mark.slow
 def test_near_duplicates_of_each_other_do_not_fill_the_memory():
     """Candidates of all rows at a time are 90 MB here, and 16 GB for 20,000 frames of a camera."""
     signatures = drawn("one", np.random.default_rng(0), 1500)
