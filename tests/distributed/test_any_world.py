@@ -17,6 +17,7 @@ from m6.training.engine import tree_gradients
 from m6.training.engine.tree_gradients import sum_over_ranks
 from m6.training.mesh import Mesh, ParallelDims
 from m6.training.reporting.sums import sum_of_all
+from tests.distributed.chosen import cases
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_training_layouts import MUON, ROUTING, layout, train
 
@@ -68,10 +69,12 @@ def training_losses(run: Path) -> list[float]:
 
 
 EVERY_OPTION = "experts with every option"
+AUTOCAST = "12 micro-batches under autocast"
+LATE, OFFLOADED = "gradients one step late", "offloaded experts one step late"
 CASES: dict[str, dict[str, Any]] = {
     # dropout, clipping, capacity with dropped tokens, biases that balance: all are functions of a micro-batch
     EVERY_OPTION: {"m6__moe": ROUTING},
-    "12 micro-batches under autocast": {
+    AUTOCAST: {
         "train_batch_size": 24,
         "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
     },
@@ -80,8 +83,8 @@ CASES: dict[str, dict[str, Any]] = {
         "train_batch_size": 24,
         "m6__training__batch_ramp": [{"steps": 1, "batch_size": 8}, {"steps": 1, "batch_size": 16}],
     },
-    "gradients one step late": {"m6__gradient_delay": {"accept_loss": True}},
-    "offloaded experts one step late": {
+    LATE: {"m6__gradient_delay": {"accept_loss": True}},
+    OFFLOADED: {
         "m6__offload": {"device_budget_mib": 5000.0, "chunk_mib": 0.001},
         "m6__gradient_delay": {"accept_loss": True},
     },
@@ -89,7 +92,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == EVERY_OPTION else pytest.mark.slow) for name in CASES]
+    "name",
+    [
+        EVERY_OPTION,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("shared layers", "a batch that grows", OFFLOADED)),
+        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.nightly]) for name in (AUTOCAST, LATE)),
+    ],
 )
 def test_weights_do_not_depend_on_the_number_of_ranks(folder: Path, name: str):
     changes = CASES[name]
@@ -110,7 +118,7 @@ HALF: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", cases(HALF, {"bf16 and Muon"}))
 def test_in_16_bits(folder: Path, name: str):
     """They need stage 1. Muon makes matrices orthogonal that partitions of other numbers of ranks cut elsewhere."""
     changes = HALF[name]

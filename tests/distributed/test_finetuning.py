@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("stage", "ep_size"), [(0, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("stage", "ep_size"), [pytest.param(0, 2, marks=pytest.mark.nightly), (2, 2), (3, 1)])
 def test_finetuning_does_not_depend_on_the_layout(folder: Path, stage: int, ep_size: int):
     root = folder / f"run_{stage}_{ep_size}"
     run_distributed(train, 2, document(folder, 2, stage, ep_size), str(root))
@@ -44,7 +44,9 @@ def test_finetuning_does_not_depend_on_the_layout(folder: Path, stage: int, ep_s
     assert pictures[0] == pictures[1]
 
 
-@pytest.mark.parametrize("delay", [None, {"accept_loss": True}], ids=["at once", "one step late"])
+@pytest.mark.parametrize(
+    "delay", [None, pytest.param({"accept_loss": True}, marks=pytest.mark.nightly)], ids=["at once", "one step late"]
+)
 def test_adapters_do_not_depend_on_the_layout(folder: Path, delay: dict[str, Any] | None):
     pytest.importorskip("peft")
     merged, name = [], "adapted" if delay is None else "adapted_late"
@@ -64,9 +66,9 @@ def test_adapters_do_not_depend_on_the_layout(folder: Path, delay: dict[str, Any
 @pytest.mark.parametrize(
     ("parallel", "delay"),
     [
-        ({"pipeline": {"num_ranks": 2}}, None),
+        pytest.param({"pipeline": {"num_ranks": 2}}, None, marks=pytest.mark.nightly),
         ({"pipeline": {"num_ranks": 2, "schedule": "zbv"}}, None),
-        ({"pipeline": {"num_ranks": 2, "slices": 3}}, None),
+        pytest.param({"pipeline": {"num_ranks": 2, "slices": 3}}, None, marks=pytest.mark.nightly),
         ({"pipeline": {"num_ranks": 2}}, {"accept_loss": True}),
     ],
     ids=["1f1b", "zbv", "slices", "one step late"],

@@ -17,6 +17,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.checkpoints.format import CheckpointReader
+from tests.distributed.chosen import cases
 from tests.distributed.spawn import run_distributed
 from tests.distributed.test_training_layouts import train
 from tests.fixtures.tiny_run import write_tiny_config
@@ -93,7 +94,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Late gradients in a checkpoint: test_gradient_delay.py, by day, too.
+@pytest.mark.parametrize("layout", cases(LAYOUTS, {"late gradients"}))
 def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, layout: str):
     """Once with a launcher that is killed and takes its ranks with it; all else starts sooner without one."""
     config = write_tiny_config(

@@ -64,8 +64,8 @@ def assert_equal(root: Path, reference: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "stage", "ep_size", "changes"),
     [
-        (2, 0, 2, {}),
-        (2, 1, 1, {}),
+        pytest.param(2, 0, 2, {}, marks=pytest.mark.nightly),
+        pytest.param(2, 1, 1, {}, marks=pytest.mark.nightly),
         (2, 1, 2, CHECKPOINTING),
         (4, 2, 2, {}),
     ],

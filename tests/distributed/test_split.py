@@ -103,6 +103,7 @@ def expected(folder: Path) -> dict[str, torch.Tensor]:
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLITS)
 def test_gradients_do_not_depend_on_the_split(folder: Path, expected: dict[str, torch.Tensor], name: str):
     reader = CheckpointReader(complete_checkpoints(folder / name / "checkpoints")[-1])
