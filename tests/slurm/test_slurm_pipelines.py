@@ -18,6 +18,7 @@ PLACES = (
 POSITION = re.compile(r"^ +(\d)     rank_0000(\d)\.log \((.+)\): m6/\S+\.py:\d+ in [\w<>]+(, waits for other ranks)?$")
 
 
+@pytest.mark.nightly  # the watchdog ends a hanging rank by day, too: test_slurm_faults.py
 @pytest.mark.scenario("pipeline_hang", "pipeline_left_alone")
 def test_a_stage_that_hangs(played: tuple[ClusterRun, int], whole: ClusterRun):
     run, checkpoint = played

@@ -16,6 +16,7 @@ def test_a_chain_of_jobs(played: tuple[ClusterRun, list[str]], whole: ClusterRun
     judge_successors(*played, whole)
 
 
+@pytest.mark.nightly  # the successors of a chain go on alike
 @pytest.mark.scenario("array", "left_alone")
 def test_an_array_where_a_site_forbids_to_requeue(played: tuple[ClusterRun, list[str]], whole: ClusterRun):
     judge_successors(*played, whole)
