@@ -111,9 +111,15 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, An
     return document
 
 
+# Runs with a Pseudo stage: by day test_feature_pairs.py has one in fp16.
+KINDS = ["", pytest.param("_pseudo", marks=pytest.mark.nightly)]
+
+
 @pytest.fixture(scope="module")
-def runs(make: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all runs."""
+def runs(
+    request: pytest.FixtureRequest, make: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of all runs that the chosen tests need."""
     root = tmp_path_factory.mktemp("runs")
     half, pseudo = make("adafactor", fp16=FP16), make("adafactor", fp16=FP16, **PSEUDO)
     calls: list[tuple[Any, ...]] = [
@@ -123,6 +129,8 @@ def runs(make: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathF
         (train, half, root / "fp16_resumed", STEPS),
         *((train_with_overflows, make(name, fp16=FP16), root / f"overflows_{name}", 5) for name in LAYOUTS),
         (train_on_small_gradients, half, root / "small"),
+    ]
+    pseudo_calls: list[tuple[Any, ...]] = [
         (train, make("adafactor", **PSEUDO), root / "fp32_pseudo", STEPS),
         (train, pseudo, root / "fp16_pseudo", STEPS),
         (train, pseudo, root / "fp16_pseudo_resumed", SWITCH),
@@ -130,7 +138,10 @@ def runs(make: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathF
         (train, pseudo, root / "fp16_pseudo_resumed", STEPS),
         (train, pseudo, root / "fp16_pseudo_delinked", STEPS),
     ]
-    run_distributed(run_all, 2, calls)
+    nightly = [
+        item for item in request.session.items if item.path == request.path and item.get_closest_marker("nightly")
+    ]
+    run_distributed(run_all, 2, calls + (pseudo_calls if nightly else []))
     return root
 
 
@@ -150,7 +161,7 @@ def assert_equal(ours: Path, theirs: Path) -> None:
         assert torch.equal(left.read(name, kind), right.read(name, kind)), (name, kind)
 
 
-@pytest.mark.parametrize("kind", ["", "_pseudo"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_as_32_bits_do(runs: Path, kind: str):
     """fp16 has 11 bits of precision, so that a loss near 6 is right to about 1e-3 at best."""
     half, full = runs / f"fp16{kind}", runs / f"fp32{kind}"
@@ -195,11 +206,12 @@ def test_small_gradients_are_not_lost_in_the_mean_over_ranks(runs: Path):
     assert squares == (sum(counts) * (SMALLEST / 2) ** 2,) * 2
 
 
-@pytest.mark.parametrize("kind", ["", "_pseudo"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_resumes_in_the_middle_of_a_window(runs: Path, kind: str):
     """To the bit; the Pseudo run between its last Pseudo step and the switch."""
     assert_equal(runs / f"fp16{kind}_resumed", runs / f"fp16{kind}")
 
 
+@pytest.mark.nightly
 def test_a_run_delinked_elsewhere_keeps_its_scale(runs: Path):
     assert_equal(runs / "fp16_pseudo_delinked", runs / "fp16_pseudo")
