@@ -1,4 +1,4 @@
-"""How long the fuzzers look: half a minute for all of them in the fast lane, and longer where slow tests run."""
+"""How long the fuzzers look: half a minute for all of them, and longer at night."""
 
 import os
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from m6.errors import UserError
 
 
 def long_and_short(short: int, long: int) -> Callable[[Any], Any]:
-    """Parametrizes a test over the number of its examples; the larger one is slow.
+    """Parametrizes a test over the number of its examples; the larger one runs at night.
 
     The test calls ``search(number, function)`` with its ``number``.
     """
-    return pytest.mark.parametrize("number", [short, pytest.param(long, marks=pytest.mark.slow)])
+    return pytest.mark.parametrize("number", [short, pytest.param(long, marks=[pytest.mark.slow, pytest.mark.nightly])])
 
 
 def search(number: int, function: Callable[..., None]) -> None:

@@ -58,6 +58,7 @@ def test_compiles_into_one_graph(changes: dict, masked: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # half a minute of g++ for a graph like those above
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on CPUs")
 def test_inductor() -> None:
     check(make_layer(**CAPACITY), "inductor", masked=True)

@@ -117,6 +117,7 @@ def test_placement_changes_nothing(**case):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @given(**CASES)
 @settings(max_examples=200, **COMMON)
 def test_placement_changes_nothing_in_many_cases(**case):
