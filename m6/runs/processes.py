@@ -33,18 +33,19 @@ MEETING_TIMEOUT_S = 600.0
 _SHORTEST_S, _LONGEST_S = 0.01, 1.0  # pauses between two questions
 # The most missing ranks in a message.
 _NAMED = 4
-_HERE, _SIZE, _COUNT, _ALL, _WHY_NOT = "here", "size", "count", "all", "why_not"
+_HERE, _SIZE, _CARDS, _COUNT, _ALL, _WHY_NOT = "here", "size", "cards", "count", "all", "why_not"
 
 
-def meet(rank: int, world_size: int, timeout_s: float = MEETING_TIMEOUT_S) -> dist.Store:
+def meet(rank: int, world_size: int, timeout_s: float = MEETING_TIMEOUT_S, has_gpu: bool | None = None) -> dist.Store:
     """Waits until all processes of the run have come to MASTER_ADDR and MASTER_PORT; returns the store that they share.
 
     Args:
         timeout_s: how long to wait.
+        has_gpu: whether this process sees a GPU; None: the same on all ranks.
 
     Raises:
         UserError: MASTER_PORT is no port, or another process has this rank or another WORLD_SIZE.
-        RetryableError: processes did not come, with their number and some of their ranks.
+        RetryableError: processes did not come, with their number and some of their ranks; or only some see a GPU.
     """
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
@@ -67,6 +68,8 @@ def meet(rank: int, world_size: int, timeout_s: float = MEETING_TIMEOUT_S) -> di
             store.set(f"{_HERE}/{rank}", "")
         else:
             _introduce(store, rank, world_size)
+        if has_gpu is not None:
+            _compare_cards(store, rank, has_gpu)
         came = store.add(_COUNT, 1)
         if came >= world_size:
             store.set(_ALL, "")
@@ -84,19 +87,21 @@ def meet(rank: int, world_size: int, timeout_s: float = MEETING_TIMEOUT_S) -> di
             "started"
         )
         store.set(_WHY_NOT, why_not)
+        raise RetryableError(why_not)
+    except UserError:
+        if serves:
+            time.sleep(2 * _LONGEST_S)  # the others read the reason here
+        raise
     except RuntimeError as error:
         raise RetryableError(
             f"{came} of {world_size} ranks had come to {address}:{port} when the process that listens there, of rank 0 "
             f"or of torchrun, ended ({first_line(error)}); its log may say why"
         ) from None
-    if serves:
-        time.sleep(2 * _LONGEST_S)  # the others read it here
-    raise RetryableError(why_not)
 
 
 def _introduce(store: dist.Store, rank: int, world_size: int) -> None:
     """Writes down that this process is the rank; ends all processes if another one contradicts it."""
-    own = f"process {os.getpid()} on {os.environ.get('SLURMD_NODENAME') or platform.node()}"
+    own = f"process {os.getpid()} on {_node()}"
     other = store.compare_set(f"{_HERE}/{rank}", "", own).decode()
     size = store.compare_set(_SIZE, "", f"{world_size} for {own}").decode()
     if other != own:
@@ -107,6 +112,23 @@ def _introduce(store: dist.Store, rank: int, world_size: int) -> None:
         return
     store.set(_WHY_NOT, why_not)
     raise UserError(why_not)
+
+
+def _compare_cards(store: dist.Store, rank: int, has_gpu: bool) -> None:
+    """Ends all processes if only some see a GPU: NCCL of those would wait for gloo of the others until the time-out."""
+    own = f"{'a' if has_gpu else 'no'} GPU on rank {rank} on {_node()}"
+    first = store.compare_set(_CARDS, "", own).decode()
+    if first.split()[0] != own.split()[0]:
+        why_not = (
+            f"PyTorch sees {own}, but {first}; repair or leave out the node without one, or set CUDA_VISIBLE_DEVICES "
+            "to an empty text on all ranks"
+        )
+        raise RetryableError(store.compare_set(_WHY_NOT, "", why_not).decode())  # of several ranks the first says it
+
+
+def _node() -> str:
+    """The name of this node. Slurm's comes first: several of its nodes may be one host."""
+    return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def _wait_for_server(address: str, port: int, end: float, timeout_s: float) -> None:
@@ -210,7 +232,7 @@ def start(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Runtime:
             atexit.register(_leave)
         else:
             _check_address(world_size)
-            store = meet(rank, world_size, min(timeout_s, MEETING_TIMEOUT_S))
+            store = meet(rank, world_size, min(timeout_s, MEETING_TIMEOUT_S), has_gpu=cuda)
             store.set_timeout(timeout)
         torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
         deepspeed.init_distributed(
@@ -222,8 +244,7 @@ def start(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Runtime:
     if cuda:
         _claim(distributed_c10d._get_default_store(), str(torch.cuda.get_device_properties(device).uuid), rank)
     nodes = [""] * world_size
-    # Slurm's name: several of its nodes may be one host.
-    torch.distributed.all_gather_object(nodes, os.environ.get("SLURMD_NODENAME") or platform.node())
+    torch.distributed.all_gather_object(nodes, _node())
     return Runtime(rank, world_size, local_rank, device, tuple(nodes))
 
 

@@ -93,14 +93,15 @@ def test_groups_of_some_ranks_wait_as_long_as_the_group_of_all():
     assert ended.stdout.splitlines()[-3:] == ["1234.0"] * 3
 
 
-def meet_in_threads(ranks: Iterable[int], world_size: int, timeout_s: float) -> list[Any]:
-    """What each of these ranks gets: its store, or its error."""
+def meet_in_threads(ranks: Iterable[int], world_size: int, timeout_s: float, **cards: list[bool]) -> list[Any]:
+    """What each of these ranks gets: its store, or its error; ``cards`` are arguments by rank."""
     with (
         mock.patch.dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())),
         ThreadPoolExecutor(world_size) as threads,
     ):
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-        met = [threads.submit(meet, rank, world_size, timeout_s) for rank in ranks]
+        own = ({name: values[rank] for name, values in cards.items()} for rank in ranks)
+        met = [threads.submit(meet, rank, world_size, timeout_s, **each) for rank, each in zip(ranks, own, strict=True)]
         return [each.exception() or each.result() for each in met]
 
 
@@ -123,6 +124,19 @@ def test_ranks_that_do_not_come_are_named_by_those_that_wait(ranks: list[int], s
     for error in meet_in_threads(ranks, 3, 1.0):
         assert isinstance(error, RetryableError)
         assert re.match(said, str(error)), error
+
+
+@pytest.mark.parametrize("has_gpu", [[True, True, False], [False, True, True]])
+def test_ranks_of_which_only_some_see_a_gpu(has_gpu: list[bool]):
+    """As after a driver has failed on one node. No collective of NCCL and gloo would ever end."""
+    errors = meet_in_threads(range(3), 3, 60.0, has_gpu=has_gpu)
+    assert all(isinstance(error, RetryableError) for error in errors)
+    [said] = {str(error) for error in errors}
+    found = re.match(r"PyTorch sees (a|no) GPU on rank (\d) on .*, but (a|no) GPU on rank (\d) on .*; repair or", said)
+    assert found is not None, said
+    assert [has_gpu[int(found[number])] for number in (2, 4)] == [found[number] == "a" for number in (1, 3)]
+    assert found[1] != found[3]
+    assert len(meet_in_threads(range(2), 2, 60.0, has_gpu=[True, True])) == 2
 
 
 def test_ranks_that_torchrun_starts_again_meet_in_the_same_store(monkeypatch: pytest.MonkeyPatch):
