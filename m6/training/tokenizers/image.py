@@ -77,7 +77,7 @@ class ImageTokenizerTrainer:
             ``loss`` and its terms.
 
         Raises:
-            UserError: the loss is not finite.
+            UserError: the loss or a gradient is not finite.
         """
         options, weights = self.settings.optimizer, self.settings.loss
         # Random numbers depend only on the step, so a resumed run draws the same ones.
@@ -274,6 +274,8 @@ def _update(optimizer: torch.optim.AdamW, loss: Tensor, options: ImageTokenizerO
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
     norm = float(gradient_norm(gradients, PartGroups(None, None), loss.device))
+    if not math.isfinite(norm):  # the next state to be saved would replace the only good one
+        raise UserError(f"the gradients are not finite at step {step}; lower optimizer.learning_rate")
     shrink(list(gradients.values()), norm, options.gradient_clipping)
     optimizer.step()
 

@@ -21,6 +21,7 @@ from m6.training.tokenizers.image import (
     PatchDiscriminator,
     PerceptualLoss,
     discriminator_loss,
+    load_state,
     lr_factor,
     train_image_tokenizer,
 )
@@ -172,6 +173,28 @@ def test_dead_codes_come_back(data, tmp_path):
     pixels = torch.rand(8, 3, 16, 16)
     trainer.train_step(pixels)
     assert len(trainer.tokenizer.quantizer.codebook.unique(dim=0)) > 16
+
+
+def test_gradients_that_are_not_finite_reach_no_saved_state(data, tmp_path, monkeypatch):
+    """The loss of their step is finite, and the state of that step would be saved over the one before."""
+    step = ImageTokenizerTrainer.train_step
+
+    def poisoned(trainer, pixels):
+        hook = next(trainer.tokenizer.parameters()).register_hook(lambda gradient: gradient * float("nan"))
+        try:
+            return step(trainer, pixels)
+        finally:
+            hook.remove()
+
+    every = {"interval_steps": 1}
+    calls = iter([step, step, poisoned])
+    monkeypatch.setattr(ImageTokenizerTrainer, "train_step", lambda trainer, pixels: next(calls)(trainer, pixels))
+    with pytest.raises(UserError, match=r"the gradients are not finite at step 2; lower optimizer.learning_rate"):
+        train_image_tokenizer(settings(data, report=every), tmp_path, CPU)
+    trainer = ImageTokenizerTrainer(settings(data, report=every), CPU)
+    load_state(tmp_path / "training", trainer)
+    assert trainer.step == 2
+    assert all(value.isfinite().all() for value in trainer.tokenizer.state_dict().values())
 
 
 def test_every_epoch_is_a_permutation(data):
