@@ -198,8 +198,8 @@ def write_shards(folder: Path, rank: int, pieces: Iterable[Fragment], shard_byte
         file = f"rank_{rank:05d}_{len(files):03d}.safetensors"
         stored = Range(piece.name, piece.kind, piece.offset, piece.data.numel(), file, piece.shape)
         pending[stored.key] = piece.data
-        if piece.kind == WEIGHT and not torch.isfinite(piece.data).all():
-            nonfinite.append(piece.name)
+        if not torch.isfinite(piece.data).all():
+            nonfinite.append(f"{piece.kind} of {piece.name}")
         ranges.append(stored)
     flush()
     write_json(
@@ -212,14 +212,14 @@ def write_manifest(folder: Path, world_size: int, state: dict[str, Any]) -> None
     """Joins all ranks' records into the manifest and so completes the checkpoint.
 
     Raises:
-        UserError: the ranges of all ranks do not cover a tensor, or a weight is not finite. The checkpoint then stays
+        UserError: the ranges of all ranks do not cover a tensor, or a value is not finite. The checkpoint then stays
             incomplete, and the one before remains the newest.
     """
     records = [json.loads((folder / f"rank_{rank:05d}.json").read_text()) for rank in range(world_size)]
     ranges = [entry for record in records for entry in record["ranges"]]
     nonfinite = sorted({name for record in records for name in record["nonfinite"]})
     if nonfinite:
-        raise UserError(f"{folder}: not completed, since weights are not finite: {', '.join(nonfinite[:_MAX_NAMES])}")
+        raise UserError(f"{folder}: not completed, since values are not finite: {', '.join(nonfinite[:_MAX_NAMES])}")
     _check_coverage(map(Range.of, ranges), folder)
     manifest = {
         "format": FORMAT,

@@ -38,7 +38,7 @@ from m6.training.replicas import find_difference
 from m6.training.reporting.console import Console
 from m6.training.reporting.experts import UnroutedTokens, reports_loads
 from m6.training.reporting.interval import IntervalReport
-from m6.training.reporting.nonfinite import NonfinitePolicy, find_nonfinite_weights
+from m6.training.reporting.nonfinite import NonfinitePolicy, find_nonfinite_state
 from m6.training.reporting.ranks import RankTimes
 from m6.training.reporting.sums import StepOutcome
 from m6.training.sizes import BatchShape
@@ -216,8 +216,8 @@ class Trainer:
         saves = save or (self.step % settings.checkpoint.interval_steps == 0 and not self.nonfinite.consecutive)
         if saves or (compared is not None and self.step % compared == 0):
             self._check_replicas()
-        # Only compared and finite weights are saved, so a run can restart from any checkpoint.
-        if saves and (found := find_nonfinite_weights(self.engine, self.runtime)):
+        # Only compared weights and finite values are saved, so a run can restart from any checkpoint.
+        if saves and (found := find_nonfinite_state(self.engine, self.runtime)):
             self._end_with(Fault(self.step, self.step, f"after step {self.step}: {found}"))
         if self.step % settings.logging.interval_steps == 0 or save:
             loads = reports_loads(self.step, settings.training.total_steps, settings.logging.interval_steps)
@@ -231,7 +231,7 @@ class Trainer:
                 self._print(warning)
         if self._is_due(settings.evaluation.interval_steps):
             begin = time.perf_counter()
-            losses = evaluate(self.engine, self.data, settings.evaluation.num_rows, self.dims, self.runtime.device)
+            losses = evaluate(self.engine, self.data, settings.evaluation.num_rows, self.dims, self.runtime)
             return_freed_memory(self.runtime.device)
             self._track({"step": self.step, "time": time.time(), **losses})
             report.exclude(time.perf_counter() - begin)

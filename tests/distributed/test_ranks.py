@@ -236,6 +236,19 @@ class Stored:
                     fragment.data[-1] = float("nan")
 
 
+class Frozen:
+    """An infinite second moment of rank 1, by which its part of a matrix would stay as it is in all later steps."""
+
+    def __init__(self) -> None:
+        self.left = 1
+
+    def __call__(self, trainer: Any) -> None:
+        if trainer.step == 3 and self.left > 0:
+            self.left = 0
+            fragment = [each for each in trainer.engine.fragments(to_fill=True) if each.kind == "exp_avg_sq"][-1]
+            fragment.data[-1] = float("inf")
+
+
 def disturb_all(document: dict[str, Any], root: Path) -> None:
     cases: dict[str, Callable[[Any], None]] = {
         "whole": lambda trainer: None,
@@ -245,6 +258,7 @@ def disturb_all(document: dict[str, Any], root: Path) -> None:
         "drift_once": Drift(1),
         "drift_often": Drift(2),
         "nan_stored": Stored(),
+        "frozen_zero_2": Frozen(),
     }
     for name, disturb in cases.items():
         changed = {**document, "zero_optimization": {"stage": 2 if name.endswith("zero_2") else 0}}
@@ -278,9 +292,13 @@ def test_a_fault_that_passes_restarts_once_and_one_that_comes_back_is_fatal(tmp_
         assert fault["begins_at"] == 2
     node = json.loads((tmp_path / "whole" / "provenance" / "attempt_000" / "attempt.json").read_text())["nodes"][1]
     fault = json.loads((tmp_path / "nan_stored" / "fault.json").read_text())
-    assert fault["reason"] == f"after step 4: not finite on rank 1 on {node}: weights {EXPERTS}"
+    assert fault["reason"] == f"after step 4: not finite on rank 1 on {node}: weights {EXPERTS} and exp_avg {EXPERTS}"
     assert fault["begins_at"] == 2, "no checkpoint has the NaN"
     assert (tmp_path / "nan_stored" / "DONE").exists()
+    fault = json.loads((tmp_path / "frozen_zero_2" / "fault.json").read_text())
+    assert fault["reason"].startswith(f"after step 4: not finite on rank 1 on {node}: exp_avg_sq model.")
+    assert fault["begins_at"] == 2
+    assert (tmp_path / "frozen_zero_2" / "DONE").exists()
     for name, words in (
         ("nan_often", f"not finite on rank 1 on {node}: gradients {MATRIX}; "),
         ("nan_often_zero_2", f"not finite on rank 1 on {node}: gradients {MATRIX}; "),

@@ -251,6 +251,13 @@ class Engine:
         if self.offloaded is not None:
             yield from self.offloaded.fragments(to_fill)
 
+    def own_fragments(self) -> Iterator[Fragment]:
+        """As ``fragments``, but with shards of divided matrices as they are: a rank may call it without the others."""
+        deepspeed_private.create_moments(self._deepspeed)
+        yield from fragments(self._deepspeed, self.replicas)
+        if self.offloaded is not None:
+            yield from self.offloaded.fragments()
+
     def residual_fragments(self) -> Iterator[Fragment]:
         """Yields this rank's residuals: unsent gradients. They depend on the number of ranks."""
         yield from self._reducer.fragments()

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from m6.checkpoints.format import WEIGHT
 from m6.data.pretraining import MicroBatch
 from m6.files import atomic_path
 from m6.runs.directory import NONFINITE, RunDirectory
@@ -139,28 +140,41 @@ class NonfinitePolicy:
     def _places(self, outcome: StepOutcome, runtime: Runtime, engine: Engine) -> str:
         """Returns the ranks with non-finite values and the names of these values; empty if none was found."""
         losses = ", ".join(outcome.own_nonfinite_losses)
+        experts = [] if engine.offloaded is None else engine.offloaded.nonfinite_weights()
         return _of_all_ranks(
-            _words("weights", _nonfinite_weights(engine))
+            _words("weights", [*_nonfinite_weights(engine), *experts])
             + ([f"loss of {losses}"] if losses else [])
             + _words("gradients", self._watch.found()),
             runtime,
         )
 
 
-def find_nonfinite_weights(engine: Engine, runtime: Runtime) -> str:
-    """Returns a message with the ranks and names of non-finite weights; empty if all are finite. All ranks call it."""
-    names = _nonfinite_weights(engine)
-    found = torch.tensor(float(bool(names)), device=runtime.device)
+def find_nonfinite_state(engine: Engine, runtime: Runtime) -> str:
+    """Returns a message with the ranks and names of non-finite weights and moments; empty if all are finite.
+
+    All ranks call it. A moment may stay unnoticed in the weights: an infinite second one only stops their updates.
+    """
+    names = {"weights": dict.fromkeys(_nonfinite_weights(engine))}
+    for fragment in engine.own_fragments():
+        if not fragment.data.isfinite().all():
+            names.setdefault("weights" if fragment.kind == WEIGHT else fragment.kind, {})[fragment.name] = None
+    words = [word for kind, of_kind in names.items() for word in _words(kind, list(of_kind))]
+    found = torch.tensor(float(bool(words)), device=runtime.device)
     dist.all_reduce(found)
-    return _of_all_ranks(_words("weights", names), runtime) if found.item() else ""
+    return _of_all_ranks(words, runtime) if found.item() else ""
+
+
+def ranks_with_losses(objectives: list[str], runtime: Runtime) -> str:
+    """Returns a message with the ranks that have non-finite losses, and their first objective. All ranks call it."""
+    return _of_all_ranks(_words("loss of", objectives), runtime)
 
 
 @torch.no_grad()
 def _nonfinite_weights(engine: Engine) -> list[str]:
+    """The weights of forward passes on the device: those in 16 bits may overflow where fp32 masters are finite."""
     named = dict(engine.module.named_parameters())
     finite = torch.stack([local_part(each).isfinite().all() for each in named.values()])
-    names = [] if finite.all() else [name for name, each in zip(named, finite.tolist(), strict=True) if not each]
-    return names if engine.offloaded is None else [*names, *engine.offloaded.nonfinite_weights()]
+    return [] if finite.all() else [name for name, each in zip(named, finite.tolist(), strict=True) if not each]
 
 
 def _of_all_ranks(own: list[str], runtime: Runtime) -> str:

@@ -68,7 +68,7 @@ def run(schedule: str, folder: Path, runtime: Runtime) -> None:
         mean = MeanWeights(checkpoints[-number:])
         restore_weights(trainer.engine, mean)
         num_rows = config.m6.evaluation.num_rows
-        losses = evaluate(trainer.engine, trainer.data, num_rows, trainer.dims, runtime.device)["validation"]
+        losses = evaluate(trainer.engine, trainer.data, num_rows, trainer.dims, runtime)["validation"]
         rounded = {objective: f"{loss:.4f}" for objective, loss in losses.items()}
         mean_loss = f"{statistics.fmean(losses.values()):.4f}"
         ResultTable(TABLE, ()).append({"schedule": schedule, "averaged": number, "mean_loss": mean_loss, **rounded})

@@ -1,12 +1,17 @@
 """Validation during training, against every source by itself."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from m6.data.collate import MicroBatch
 from m6.data.manifest import Manifest, Origin, SourceEntry, SplitEntry
+from m6.data.objectives import OBJECTIVES
 from m6.data.shards import ShardWriter
+from m6.model.outputs import M6Output
 from m6.training.evaluation import evaluate
 from m6.training.loop import Trainer
 from tests.fixtures.tiny_data import build_tiny_data
@@ -35,7 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(trainer: Trainer) -> dict[str, dict]:
-    return evaluate(trainer.engine, trainer.data, ALL, trainer.dims, trainer.runtime.device)
+    return evaluate(trainer.engine, trainer.data, ALL, trainer.dims, trainer.runtime)
 
 
 def test_validation_does_not_depend_on_the_micro_batch(make_trainer: Callable[..., Trainer], tmp_path: Path):
@@ -46,9 +51,7 @@ def test_validation_does_not_depend_on_the_micro_batch(make_trainer: Callable[..
         trainer = make_trainer(f"micro_batch_{size}", train_micro_batch_size_per_gpu=size, **changes)
         settings = trainer.settings.evaluation
         assert settings.num_rows == 6
-        return evaluate(trainer.engine, trainer.data, settings.num_rows, trainer.dims, trainer.runtime.device)[
-            "validation"
-        ]
+        return evaluate(trainer.engine, trainer.data, settings.num_rows, trainer.dims, trainer.runtime)["validation"]
 
     expected = validate(1)
     assert len(expected) == 4
@@ -74,3 +77,23 @@ def test_losses_of_sources_are_those_of_a_run_with_this_source_alone(make_traine
     least, most = sorted(both["validation_by_source"]["language_modelling"].values())
     assert least < both["validation"]["language_modelling"] < most
     assert both["validation"]["image_captioning"] == pytest.approx(alone["weather"]["image_captioning"], rel=1e-5)
+
+
+def test_losses_that_are_not_finite_are_told_with_their_rank(
+    make_trainer: Callable[..., Trainer], capfd: pytest.CaptureFixture[str]
+):
+    trainer = make_trainer()
+    forward = trainer.engine.forward
+
+    def overflows(batch: MicroBatch) -> M6Output:
+        output = forward(batch)
+        if OBJECTIVES[int(batch.objective_ids.max())] == "language_modelling":
+            assert output.target_losses is not None
+            output.target_losses[-1] = float("inf")
+        return output
+
+    with mock.patch.object(trainer.engine, "forward", overflows):
+        found = losses(trainer)["validation"]
+    assert [name for name, loss in found.items() if not math.isfinite(loss)] == ["language_modelling"]
+    rank = trainer.runtime.name_of(0)
+    assert f"warning: validation: not finite on {rank}: loss of language_modelling\n" in capfd.readouterr().err

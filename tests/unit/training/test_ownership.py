@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from m6.checkpoints.discovery import complete_checkpoints
 from m6.config.run import load_config, parse_config
@@ -21,6 +20,7 @@ from m6.errors import StorageError, UserError
 from m6.runs.directory import LAST_CHECKPOINT, RunDirectory
 from m6.runs.processes import Runtime
 from m6.training.loop import Trainer, pretrain
+from m6.training.reporting.nonfinite import find_nonfinite_state
 from tests.fixtures.command import contents, user_error
 from tests.fixtures.tiny_data import ROWS, build_tiny_codes, build_tiny_data
 from tests.fixtures.tiny_run import tiny_document, write_tiny_config
@@ -221,14 +221,18 @@ def test_damaged_lines_of_the_metrics_are_set_aside(make_trainer: MakeTrainer, c
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_not_saved(make_trainer: MakeTrainer, value: float):
+@pytest.mark.parametrize("kind", ["weight", "exp_avg", "exp_avg_sq"])
+def test_values_that_are_not_finite_are_not_saved(make_trainer: MakeTrainer, value: float, kind: str):
+    """An infinite second moment only stops the updates of its weight, so that no later step would show it."""
     trainer = make_trainer(m6__checkpoint__async_save=False)
     trainer.train(stop_after=2)
     [good] = complete_checkpoints(trainer.run.checkpoints)
     assert (trainer.run.root / LAST_CHECKPOINT).read_text() == f"{good.name}\n"
-    with torch.no_grad():
-        next(iter(trainer.engine.module.parameters())).view(-1)[3] = value
-    with pytest.raises(StorageError, match="weights are not finite: "):
+    fragment = next(each for each in trainer.engine.fragments(to_fill=True) if each.kind == kind)
+    fragment.data[3] = value
+    name = f"{kind if kind != 'weight' else 'weights'} {fragment.name}"
+    assert find_nonfinite_state(trainer.engine, trainer.runtime).endswith(f": {name}")
+    with pytest.raises(StorageError, match=f"values are not finite: {kind} of {fragment.name}"):
         trainer.checkpointer.save(trainer.engine, 3, {})
     assert complete_checkpoints(trainer.run.checkpoints) == [good]
     assert make_trainer().train()
