@@ -25,6 +25,7 @@ from m6.validation import Section, read_model
 
 CLUSTERS = CONFIGS / "clusters"
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
+_ALL_NODES = 8  # up to which every number of nodes is a part of a cluster
 NonEmptyText = Annotated[str, Field(min_length=1)]
 
 
@@ -104,8 +105,12 @@ class Nodes(Section):
         return self.count * self.devices_per_node
 
     def fewer_devices(self) -> list[int]:
-        """Smaller numbers of devices, descending: of whole nodes, then within one node."""
-        nodes = [n for n in range(1, self.count) if self.count % n == 0 or n.bit_count() == 1]
+        """Smaller numbers of devices, descending: of whole nodes, then within one node.
+
+        A batch may divide among any number of nodes better than among more of them. Of a large number of nodes only
+        powers of two and divisors are taken, since each one is a search.
+        """
+        nodes = [n for n in range(1, self.count) if n <= _ALL_NODES or self.count % n == 0 or n.bit_count() == 1]
         within = [n for n in range(1, self.devices_per_node) if n.bit_count() == 1]
         return [*within, *(n * self.devices_per_node for n in nodes)][::-1]
 
@@ -193,8 +198,8 @@ class Cluster(Section):
     def parts(self) -> list[Cluster]:
         """Parts of the cluster. A part may train a run sooner than all devices.
 
-        The parts are each choice of types of nodes, also with fewer nodes of one of the types (1, 2, 4, ... and the
-        divisors of their number). For a single type they are also a part of one node (1, 2, 4, ... devices).
+        The parts are each choice of types of nodes, also with fewer nodes of one of the types (see
+        ``fewer_devices``). For a single type they are also a part of one node (1, 2, 4, ... devices).
         """
         found: list[Cluster] = []
         for number in range(1, len(self.nodes) + 1):
@@ -208,7 +213,7 @@ class Cluster(Section):
         return found
 
     def with_fewer_nodes(self) -> list[Cluster]:
-        """The cluster with fewer nodes of one type (1, 2, 4, ... and the divisors of their number), of each type."""
+        """The cluster with fewer nodes of one type, of each type; see ``fewer_devices``."""
         found: list[Cluster] = []
         for place, node_type in enumerate(self.nodes):
             for count in (n // node_type.devices_per_node for n in node_type.fewer_devices()):

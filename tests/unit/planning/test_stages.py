@@ -148,6 +148,16 @@ def test_no_plan_is_slower_than_that_of_a_part_of_the_devices(seed: int):
     assert bool(plan.whole[0]) == (plan.stages[0].cluster.num_devices < cluster.num_devices)
 
 
+def test_a_batch_that_divides_among_fewer_nodes():
+    """Nine samples on five devices take as many passes as on three, with more gradients to exchange."""
+    kind = load_cluster(Path("h100_x128")).nodes[0].model_copy(update={"count": 5, "devices_per_node": 1})
+    subject = Planner(small_base(9, num_layers=4), Cluster(name="five", nodes=[kind]))
+    plan = plan_run(subject)
+    assert plan.stages[0].cluster.num_devices == 3
+    alone = [subject.changed(cluster=subject.cluster.first(n)).search(1).best.time.total for n in range(1, 5)]
+    assert plan.results[0].best.time.total == min(alone)
+
+
 def test_parts_of_a_mixed_cluster():
     """Each type, with fewer nodes and within a node; both types, and fewer nodes of either."""
     types = load_cluster(Path("a100_v100_mixed")).nodes
