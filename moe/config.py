@@ -57,7 +57,7 @@ class MoEConfig:
             down at random for each expert, with the fraction as the probability of up; the mean capacity is then exact.
         drop_order: the order of dropping pairs of a full expert. "position" keeps first choices before second choices
             and earlier tokens before later tokens; "probability" keeps larger gates (V-MoE, arXiv 2106.05974, section
-            4).
+            4); "causal" keeps earlier places of all rows, so that no token depends on a later token of its row.
         router_jitter: in training, the router's inputs are multiplied by random numbers in [1 - jitter, 1 + jitter].
         activation: the function between the two matrices of an expert; "swiglu" doubles the rows of the first matrix.
         bias: experts add bias vectors after their matrices.
@@ -98,7 +98,7 @@ class MoEConfig:
     capacity_rule: Literal["k", "1"] = "k"
     min_capacity: int = 4
     capacity_rounding: Literal["up", "random"] = "up"
-    drop_order: Literal["position", "probability"] = "position"
+    drop_order: Literal["position", "probability", "causal"] = "position"
     router_jitter: float = 0.0
     activation: Literal["gelu", "relu", "swiglu"] = "gelu"
     bias: bool = False

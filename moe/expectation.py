@@ -36,10 +36,11 @@ def expected_routing(config: MoEConfig, num_tokens: int, training: bool = True) 
     A token without an expert has lost all of its K pairs. The losses are assumed to be independent. In the drop order
     "position", the rank-r choice of token t is lost if C of the r (T - 1) + t choices before it are of the same expert.
     Early tokens then keep all pairs and late ones none. A small capacity therefore leaves more tokens without an expert
-    than in the order "probability", where all tokens lose pairs equally often. In the order "probability" the share is
-    an upper estimate if a token's gates depend on each other: with ``top_k`` above 1, ``normalize_gates`` or
-    "global_softmax" a token rarely loses all pairs. Choices within few groups depend on each other too, and leave
-    slightly more tokens without an expert. Tests bound the errors against ``route``.
+    than in the order "probability", where all tokens lose pairs equally often. In the order "causal" a choice is lost
+    if C of the t tokens before it chose the expert; with several rows t counts place by place. In the order
+    "probability" the share is an upper estimate if a token's gates depend on each other: with ``top_k`` above 1,
+    ``normalize_gates`` or "global_softmax" a token rarely loses all pairs. Choices within few groups depend on each
+    other too, and leave slightly more tokens without an expert. Tests bound the errors against ``route``.
 
     An unbalanced router drops more.
 
@@ -61,6 +62,9 @@ def expected_routing(config: MoEConfig, num_tokens: int, training: bool = True) 
     pairs = config.experts_per_token * kept(tokens, config.top_k / config.experts_per_prototype).mean().item()
     if config.drop_order == "probability":
         return ExpectedRouting(pairs, (1 - pairs / config.experts_per_token) ** config.experts_per_token)
+    if config.drop_order == "causal":
+        lost = (1 - kept(tokens, config.top_k / config.experts_per_prototype)) ** config.experts_per_token
+        return ExpectedRouting(pairs, lost.mean().item())
     lost = torch.ones(num_tokens, dtype=torch.float64)
     for rank in range(config.top_k):
         lost *= 1 - kept(rank * (num_tokens - 1) + tokens, 1 / config.experts_per_prototype)

@@ -98,14 +98,14 @@ class MoELayer(nn.Module):
                 tokenizers. Padding is neither routed nor counted. None: there is no padding. A mask makes the host wait
                 for the device once. For ``balance_scope`` "sequence", tokens of a row with the same integer form a
                 sequence, and the host waits twice.
-            part: the position of these tokens among all tokens of the auxiliary losses; None: these are all tokens.
+            part: the position of these tokens among all tokens of auxiliary losses and capacities; None: these are all
+                tokens.
 
         Raises:
             ValueError: a shape, type or device does not fit the layer.
         """
         tokens, real = self._flatten_and_unpad(hidden_states, token_mask)
-        sequences = self._sequences(hidden_states, token_mask, real, part)
-        routing, losses, stats = self._route(tokens, part, sequences)
+        routing, losses, stats = self._route(tokens, hidden_states, token_mask, real, part)
         output = self.dispatcher(tokens, routing, self.experts, self._shared_branch())
         return _output(output, losses, stats, real, hidden_states)
 
@@ -117,7 +117,7 @@ class MoELayer(nn.Module):
         The caller computes something else in the pauses, such as another micro-batch. Needs ``overlap_parts`` 1.
         """
         tokens, real = self._flatten_and_unpad(hidden_states, token_mask)
-        routing, losses, stats = self._route(tokens, None, self._sequences(hidden_states, token_mask, real, None))
+        routing, losses, stats = self._route(tokens, hidden_states, token_mask, real)
         output, concurrent = (
             (yield from self.dispatcher.staged_forward(tokens, routing, self.experts)),
             self._shared_branch(),
@@ -146,8 +146,7 @@ class MoELayer(nn.Module):
         if self.config.balance_scope != "sequence" or not self.config.aux_loss_weight:
             return None
         shape = hidden_states.shape[:-1]
-        rows = shape[:-1].numel()
-        places = torch.arange(shape.numel(), device=hidden_states.device) if real is None else real
+        rows, places = shape[:-1].numel(), _indices(hidden_states, real)
         numbers = places // max(shape[-1], 1)
         if token_mask is None or token_mask.dtype == torch.bool or not token_mask.numel():
             return Sequences(numbers, rows)
@@ -156,12 +155,19 @@ class MoELayer(nn.Module):
         return Sequences(numbers * per_row + token_mask.reshape(-1)[places] - 1, rows * per_row)
 
     def _route(
-        self, tokens: Tensor, part: SequenceSlice | None, sequences: Sequences | None
+        self,
+        tokens: Tensor,
+        hidden_states: Tensor,
+        token_mask: Tensor | None,
+        real: Tensor | None,
+        part: SequenceSlice | None = None,
     ) -> tuple[Routing, RouterLosses, RoutingStats]:
-        router = self.router
-        return route(
-            router(tokens), self.config, self.training, router.balance_bias, part, sequences, self.balance_group
-        )
+        bias, sequences = self.router.balance_bias, self._sequences(hidden_states, token_mask, real, part)
+        places = None
+        if self.config.drop_order == "causal":
+            places = _indices(hidden_states, real) % max(hidden_states.shape[:-1][-1:].numel(), 1)
+        logits = self.router(tokens)
+        return route(logits, self.config, self.training, bias, part, sequences, self.balance_group, places)
 
     def _shared_branch(self) -> Callable[[Tensor], Tensor] | None:
         shared = self.shared
@@ -187,6 +193,11 @@ class MoELayer(nn.Module):
                 f"token_mask has the shape {tuple(token_mask.shape)} on {token_mask.device}; expected "
                 f"{tuple(hidden_states.shape[:-1])} on {hidden_states.device}, as hidden_states without its last"
             )
+
+
+def _indices(hidden_states: Tensor, real: Tensor | None) -> Tensor:
+    """The indices of the tokens without padding among all tokens, [T]."""
+    return torch.arange(hidden_states.shape[:-1].numel(), device=hidden_states.device) if real is None else real
 
 
 def _output(output: Tensor, losses: RouterLosses, stats: RoutingStats, real: Tensor | None, like: Tensor) -> MoEOutput:

@@ -1,4 +1,4 @@
-"""Tokens routed in several calls of a layer, with the same auxiliary losses as in one call."""
+"""Tokens routed in several calls of a layer, with the auxiliary losses and the drops of one call."""
 
 from __future__ import annotations
 
@@ -24,6 +24,21 @@ class SequenceSlices:
         # of all tokens together. If activation checkpointing repeats a call, the call writes the same values again.
         self._sums: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor] = {}
+        self._chosen: dict[int, Tensor] = {}  # choices [E] of each part, with a capacity
+        self._capacity: Tensor | None = None
+
+    def free_places(self, part: int, chosen: Tensor, capacity: Tensor) -> Tensor:
+        """Returns how many pairs of a part each expert computes at most, [E]: what earlier parts left of its capacity.
+
+        Args:
+            part: later parts have larger numbers.
+            chosen: [E], how often the part chose each expert.
+            capacity: [E], of all parts. Only that of the first call counts: it may be random.
+        """
+        self._chosen[part] = chosen
+        self._capacity = capacity if self._capacity is None else self._capacity
+        earlier = [counts for number, counts in self._chosen.items() if number < part]
+        return (self._capacity - sum(earlier)).clamp(min=0) if earlier else self._capacity
 
     def add(self, part: int, sums: Tensor, counts: Tensor) -> Tensor:
         """Adds a part, and returns the growth of the loss of all parts so far."""

@@ -122,15 +122,17 @@ def route(
     part: SequenceSlice | None = None,
     sequences: Sequences | None = None,
     group: torch.distributed.ProcessGroup | None = None,
+    places: Tensor | None = None,
 ) -> tuple[Routing, RouterLosses, RoutingStats]:
     """Chooses experts for every token in each prototype. Each step is one of the functions below.
 
     Args:
         logits: [T, Z, M] of the tokens without padding; T may be 0.
         balance_bias: [E], see ``choose``.
-        part: the position of these tokens among all tokens of the losses; None: these are all tokens.
+        part: the position of these tokens among all tokens of losses and capacities; None: these are all tokens.
         sequences: of the tokens, for ``balance_scope`` "sequence".
         group: the ranks of ``balance_scope`` "global_batch"; None: all.
+        places: see ``sort_by_expert``.
 
     Returns:
         The pairs to compute, the weighted auxiliary losses, and the statistics.
@@ -141,7 +143,7 @@ def route(
     # normalised as logarithms, because all scores of a prototype may be 0 in float32.
     distribution = scores if config.gating == "softmax" else log_scores(logits, config).softmax(-1)
     gates, experts = choose(logits, scores, config, balance_bias)
-    routing, chosen_counts = sort_by_expert(gates, experts, config, training)
+    routing, chosen_counts = sort_by_expert(gates, experts, config, training, places, part)
 
     of_tokens, of_part = logits.new_zeros(num_tokens), logits.new_zeros(())
     if config.aux_loss_weight:
@@ -231,21 +233,32 @@ def choose(logits: Tensor, scores: Tensor, config: MoEConfig, balance_bias: Tens
     return gates, numbers.expand_as(scores).gather(-1, choices)
 
 
-def sort_by_expert(gates: Tensor, experts: Tensor, config: MoEConfig, training: bool) -> tuple[Routing, Tensor]:
+def sort_by_expert(
+    gates: Tensor,
+    experts: Tensor,
+    config: MoEConfig,
+    training: bool,
+    places: Tensor | None = None,
+    part: SequenceSlice | None = None,
+) -> tuple[Routing, Tensor]:
     """Sorts the choices by expert, and drops those beyond an expert's capacity.
 
     The drop order "position" keeps first choices before second ones and earlier tokens before later ones, as in GShard
     (arXiv 2006.16668), algorithm 1. "probability" keeps larger gates first: V-MoE (arXiv 2106.05974), section 4.
+    "causal" keeps earlier places first, then first choices before second ones, then earlier rows. Parts of all rows in
+    turn then drop the same pairs as all tokens at once. With "position" they do for one row and ``top_k`` 1.
 
     Args:
         gates, experts: [T, Z, top_k].
+        places: [T] int64, of the tokens in their rows, for the order "causal"; None: all tokens are one row.
+        part: the position of these tokens among the tokens of the capacity; None: these are all tokens.
 
     Returns:
         The pairs, and how often each expert was chosen before any pair was dropped [E].
     """
     num_tokens = len(gates)
     choices = gates.shape[1:].numel()
-    capacity = capacities(config, num_tokens, training, experts.device)
+    capacity = capacities(config, num_tokens if part is None else part.whole.num_tokens, training, experts.device)
     if capacity is None:
         # Pairs are token-major before this stable sort, so its inverse permutation sorts them by token again. This
         # saves a second sort, and gives sums by token a fixed order.
@@ -263,9 +276,16 @@ def sort_by_expert(gates: Tensor, experts: Tensor, config: MoEConfig, training: 
     precedence = torch.arange(len(gates), device=gates.device)
     if config.drop_order == "probability":
         precedence = gates.detach().argsort(descending=True, stable=True)
+    elif config.drop_order == "causal":
+        places = torch.arange(num_tokens, device=gates.device) if places is None else places
+        ranks = torch.arange(config.top_k, device=gates.device)[:, None, None]
+        keys = (places * config.top_k + ranks).expand(-1, config.num_prototypes, -1)
+        precedence = keys.reshape(-1).argsort(stable=True)
     sorted_experts, order = experts[precedence].sort(stable=True)
     ends = _ends(sorted_experts, config.num_experts)
     chosen_counts = ends.diff(prepend=ends.new_zeros(1))
+    if part is not None:
+        capacity = part.whole.free_places(part.number, chosen_counts, capacity)
     place = torch.arange(len(order), device=order.device) - (ends - chosen_counts)[sorted_experts]
     order = precedence[order][place < capacity[sorted_experts]]
     return Routing(order % max(num_tokens, 1), gates[order], chosen_counts.minimum(capacity)), chosen_counts

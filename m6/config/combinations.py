@@ -152,6 +152,24 @@ def _slices(run: Run) -> str | None:
     return None if pipeline is None or pipeline.slices is None else f"m6.parallel.pipeline.slices {pipeline.slices}"
 
 
+def _drops_by_later_tokens(run: Run) -> str | None:
+    if not run.moe.get("capacity_factor"):
+        return None
+    moe = run.model.moe_config()
+    first_come = moe.drop_order == "position" and moe.top_k == 1 and run.deepspeed.micro_batch_size == 1
+    return None if first_come or moe.drop_order == "causal" else f'm6.moe.drop_order "{moe.drop_order}"'
+
+
+def _later_tokens(run: Run) -> str:
+    """fills experts with pairs of later tokens before those of earlier places"""
+    moe = run.model.moe_config()
+    if moe.drop_order == "probability":
+        return "fills experts with the largest gates of a whole micro-batch first"
+    if moe.top_k > 1:
+        return "fills experts with first choices of later tokens before second choices of earlier ones"
+    return "fills experts with a whole row before the beginning of the next one"
+
+
 def _reducer(run: Run) -> str | None:
     settings = run.m6.communication
     return f'm6.communication.gradients "{settings.gradients}"' if settings.compresses else None
@@ -294,10 +312,11 @@ PLATEAU, CORRELATION = _switch("loss_plateau"), _switch("gradient_correlation")
 LORA = _of("m6.lora", lambda run: run.m6.lora is not None, "leave m6.lora out")
 INIT = _of("m6.init", lambda run: run.m6.init is not None, "fine-tune with a JSON of configs/finetune")
 SAMPLES = _of("m6.samples", lambda run: run.m6.samples is not None, "leave m6.samples out")
-CAPACITY = Feature(
-    "m6.moe.capacity_factor",
-    _value("m6.moe.capacity_factor", lambda run: run.moe.get("capacity_factor")),
-    "use m6.moe.capacity_factor=null",
+LATER_TOKENS_FIRST = Feature(
+    'm6.moe.capacity_factor with another m6.moe.drop_order than "causal" (or "position" with top_k 1 and micro-batches '
+    "of 1)",
+    _drops_by_later_tokens,
+    'use m6.moe.drop_order "causal"',
 )
 OVERLAP = Feature(
     "m6.moe.overlap_parts",
@@ -475,12 +494,16 @@ FACTS: tuple[Fact, ...] = (
     Fact(
         "whole rows",
         {
-            CAPACITY: "drops tokens by the loads of a whole micro-batch",
             GLOBAL_BALANCE: "adds up the loads of whole micro-batches of all ranks",
             OFFLOAD: "plans a step of whole micro-batches",
             OTHER_SCHEDULES: "does not know that backward passes of slices come in reverse order",
         },
         {SLICES: "cuts rows, so that each slice has loads and passes of its own"},
+    ),
+    Fact(
+        "the choices of later tokens before earlier ones are computed",
+        {LATER_TOKENS_FIRST: _later_tokens},
+        {SLICES: "computes the beginning of rows before their end"},
     ),
     Fact(
         "whole matrices on a rank",

@@ -26,6 +26,7 @@ from tests.fixtures.tiny_run import tiny_document
 pytestmark = pytest.mark.slow
 
 ROUTING = {"num_experts": 4, "num_prototypes": 2, "aux_loss_weight": 0.1, "z_loss_weight": 0.01}
+CAPACITY = {"capacity_factor": 0.8, "min_capacity": 1}
 WITHOUT_PICTURES = {"image_captioning": {"weight": 0}, "image_text_denoising": {"weight": 0}}
 SOURCES = {"language_modelling": {"weight": 0}, **WITHOUT_PICTURES}
 
@@ -161,6 +162,18 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
         1,
         2,
     ),
+    "a capacity": (
+        {"m6__moe": {**ROUTING, **CAPACITY, "top_k": 2, "drop_order": "causal", "capacity_rounding": "random"}},
+        sliced(2, 4),
+        1,
+        2,
+    ),
+    "a capacity by position": (
+        {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 8, "m6__moe": {**ROUTING, **CAPACITY}},
+        sliced(2, 3),
+        0,
+        1,
+    ),
     "fewer micro-batches than ranks": ({"train_batch_size": 4, "m6__moe": None}, sliced(4, 3), 0, 1),
     "bf16": ({"m6__moe": ROUTING, "bf16": {"enabled": True}}, sliced(2, 3), 1, 2),
 }
@@ -188,7 +201,7 @@ def test_a_run_of_slices_reports_what_one_rank_reports(folder: Path):
         counts = ("tokens_seen", "samples_seen", "skipped_steps")
         assert reported(found, *counts) == reported(expected, *counts)
         for ours, theirs in zip(entries(found), entries(expected), strict=True):
-            for key in ("load_cv", "unused_experts", "router_entropy"):
+            for key in ("load_cv", "unused_experts", "router_entropy", "dropped_fraction", "tokens_without_expert"):
                 values, others = (entry.get("experts", {}).get(key, []) for entry in (ours, theirs))
                 assert values == pytest.approx(others, abs=1e-5 if rounding == TOLERANCE else 0.1), (name, key)
 

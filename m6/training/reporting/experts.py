@@ -133,7 +133,7 @@ class UnroutedTokens:
         self._warned_at = step
         keys = ["capacity_factor"]
         keys += ["capacity_rule"] * (moe.capacity_rule == "1" and moe.experts_per_token > 1)
-        keys += ["min_capacity"] * (moe.min_capacity < 1) + ["drop_order"] * (moe.drop_order == "position")
+        keys += ["min_capacity"] * (moe.min_capacity < 1) + ["drop_order"] * (moe.drop_order != "probability")
         # A balanced router would leave less than half as many tokens without an expert.
         is_unbalanced = expected.tokens_without_expert < share / 2
         keys += ["aux_loss_weight", "balance_bias_rate"] * is_unbalanced

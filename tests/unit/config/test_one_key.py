@@ -22,7 +22,7 @@ FEATURES = {
 }
 RECOMMENDED = ("m6_base", "m6_10b", "m6_100b", "m6_1t")
 PAPERS = tuple(f"papers/{name}" for name in ("m6t_base", "m6t_10b", "m6t_100b", "m6t_1t", "m6_10t"))
-CAPACITY = "m6.moe.capacity_factor 1.25 drops tokens by the loads of a whole micro-batch"
+ROWS_IN_TURN = 'm6.moe.drop_order "position" fills experts with a whole row before the beginning of the next one'
 ONE_AFTER_THE_OTHER = "m6.parallel.pipeline has a schedule, which orders the passes of micro-batches"
 MEMORY = "m6.offload plans the memory of one number of micro-batches"
 SAME_TENSORS = "keeps of each tensor what it has not sent, but m6.pseudo_to_real begins with shared layers"
@@ -31,7 +31,7 @@ LOSS = "accept the loss with m6.gradient_delay.accept_loss=true"
 REFUSED = {
     ("m6_1t", "interleaved"): ONE_AFTER_THE_OTHER,
     ("m6_1t", "delay"): '"zbv" ends each step with a flush',
-    **{(name, "slices"): CAPACITY for name in PAPERS},
+    **{(name, "slices"): ROWS_IN_TURN for name in PAPERS},
     **{(name, "delay"): LOSS for name in PAPERS},  # without Muon
     **{("papers/m6_10t", feature): ONE_AFTER_THE_OTHER for feature in ("pipeline", "schedule", "slices")},
     **{("papers/m6_10t", feature): SAME_TENSORS for feature in ("top_k", "powersgd")},

@@ -119,6 +119,7 @@ def largest_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> fl
 
 PREFIXES = [[(4, 3, 6), (0, 4, 8)], [(0, 2, 8), (4, 0, 9)]]
 CAUSAL = [[(0, 0, 25)]]
+CAPACITY = {"capacity_factor": 0.6, "min_capacity": 1}
 CASES: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
     "prefixes and pictures": (PREFIXES, [10, 17, 23], {}),
     "uneven": (CAUSAL, [10, 17], {}),
@@ -131,6 +132,9 @@ CASES: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
         [10, 17, 23],
         {"moe": {**MOE, "aux_loss_weight": 1.0, "z_loss_weight": 0.1}},
     ),
+    # An expert is full for later slices by the choices of earlier ones.
+    "a capacity": ([*PREFIXES, []], [10, 17, 23], {"moe": {**MOE, **CAPACITY, "top_k": 2, "drop_order": "causal"}}),
+    "a capacity by position": (CAUSAL, [5, 13], {"moe": {**MOE, **CAPACITY}}),
 }
 
 

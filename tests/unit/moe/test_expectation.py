@@ -41,6 +41,8 @@ def simulated(config: MoEConfig, num_tokens: int, training: bool, draws: int) ->
         ({**AS_10T, "drop_order": "probability"}, 200, True),
         ({**TOP_K, "top_k": 2}, 64, True),
         ({**TOP_K, "top_k": 4}, 64, True),
+        ({**TOP_K, "top_k": 4, "drop_order": "causal"}, 64, True),
+        ({**AS_10T, "drop_order": "causal"}, 200, True),
         ({**TOP_K, "num_experts": 4, "num_prototypes": 4}, 64, True),
         ({**GROUPS, "groups_per_token": 2}, 128, True),
     ],

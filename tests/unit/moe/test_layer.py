@@ -222,6 +222,17 @@ def test_larger_gates_are_kept_first() -> None:
     assert computed.tolist() == [False, True, False, True]
 
 
+def test_earlier_places_of_all_rows_are_kept_first() -> None:
+    config = MoEConfig(num_experts=2, capacity_factor=1.0, min_capacity=0, top_k=1, drop_order="causal")
+    layer = make_layer(config, hidden_size=2)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.eye(2))
+    x = torch.tensor([[1.0, 0.0]], dtype=torch.float64).expand(2, 4, 2)  # all choose expert 0; C = 3 of 6
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])
+    computed = layer(x, mask).hidden_states.abs().sum(-1) > 0
+    assert computed.tolist() == [[False, True, False, False], [True, True, False, False]]
+
+
 def test_one_token_without_a_dimension_for_tokens() -> None:
     layer = make_layer(MoEConfig(num_experts=4, num_prototypes=2))
     x = torch.randn(8, dtype=torch.float64)

@@ -1,6 +1,7 @@
 """The router: float32 arithmetic on tokens of which nothing wider is kept."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe import MoEConfig, MoELayer
 from moe.layer import MoEOutput
+from moe.parts import SequenceSlice, SequenceSlices
 from moe.routing import Fp32RouterLinear, Router, divide, part_sizes, route
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -197,6 +199,35 @@ def test_a_saturated_sigmoid_does_not_tie() -> None:
     routing, *_ = route(logits, MoEConfig(num_experts=4, top_k=2, gating="sigmoid"), True)
     experts = torch.arange(4).repeat_interleave(routing.counts)
     assert sorted(zip(routing.tokens.tolist(), experts.tolist(), strict=True)) == [(0, 1), (0, 2), (1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("rounding", ["up", "random"])
+@pytest.mark.parametrize(("order", "top_k", "rows"), [("causal", 2, 3), ("position", 1, 1)])
+def test_parts_of_rows_drop_the_pairs_of_whole_rows(order: str, top_k: int, rows: int, rounding: str) -> None:
+    """An even part, an empty one and a part of one place. A call may be repeated, as by activation checkpointing."""
+    torch.manual_seed(0)
+    config = MoEConfig(
+        num_experts=8, num_prototypes=2, top_k=top_k, capacity_factor=0.6, min_capacity=1,
+        drop_order=order, capacity_rounding=rounding,
+    )  # fmt: skip
+    logits, length, cuts = torch.randn(rows, 12, 2, 4), 12, [0, 6, 6, 7, 12]
+
+    def pairs(begin: int, end: int, part: SequenceSlice | None = None) -> set[tuple[int, ...]]:
+        """The place, row and expert of each computed pair."""
+        places = torch.arange(end - begin).repeat(rows)
+        torch.manual_seed(begin)  # of the rounding
+        routing, *_ = route(logits[:, begin:end].reshape(-1, 2, 4), config, True, part=part, places=places)
+        row = torch.arange(rows).repeat_interleave(end - begin)[routing.tokens]
+        experts = torch.arange(8).repeat_interleave(routing.counts)
+        return set(zip((begin + places[routing.tokens]).tolist(), row.tolist(), experts.tolist(), strict=True))
+
+    whole = SequenceSlices(rows * length)
+    slices = [(begin, end, SequenceSlice(whole, number)) for number, (begin, end) in enumerate(pairwise(cuts))]
+    parts = [pairs(*each) for each in slices]
+    assert parts == [pairs(*each) for each in slices]
+    everything = pairs(0, length)
+    assert set().union(*parts) == everything
+    assert 0 < len(everything) < rows * length * 2 * top_k
 
 
 @pytest.mark.parametrize("capacity_factor", [None, 0.6])
