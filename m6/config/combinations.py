@@ -244,10 +244,10 @@ CLIPPING = Feature(
 LAMB, LARS = map(_optimizer, ("Lamb", "Lars"))
 ADAFACTOR = _optimizer("Adafactor")
 PARTS_OF_NORMS = Feature(
-    'optimizer.type "Lamb" or "Lars" at zero_optimization.stage 1',
+    'optimizer.type "Lamb" or "Lars" at zero_optimization.stage 1 or 2',
     lambda run: (
-        f"at zero_optimization.stage 1 optimizer.type {run.deepspeed.optimizer_type}"
-        if run.deepspeed.optimizer_type in ("Lamb", "Lars") and run.deepspeed.zero_stage == 1
+        f"at zero_optimization.stage {run.deepspeed.zero_stage} optimizer.type {run.deepspeed.optimizer_type}"
+        if run.deepspeed.optimizer_type in ("Lamb", "Lars") and run.deepspeed.zero_stage in (1, 2)
         else None
     ),
     "use zero_optimization.stage 0",
@@ -357,26 +357,28 @@ EQUAL_SHARES = Fact(
 )
 
 
-def needs_of_equal_shares(run: Run) -> tuple[str, ...]:
-    """Why all ranks of the run need the same number of micro-batches, as clauses; empty if they do not."""
-    found = ((feature.found(run), text) for feature, text in EQUAL_SHARES.needed_by.items())
+WHOLE_GRADIENTS = Fact(
+    "a rank's whole gradients at the end of a step (zero_optimization.stage 2 then runs as stage 1)",
+    {
+        ANY_WORLD: "adds up whole gradients in the order of a tree",
+        COMPRESSION: "chooses what it sends from a rank's whole gradients",
+        PIPELINE: "adds up the gradients of several micro-batches in flight",
+    },
+    {
+        ZERO_3: "divides gradients after each micro-batch",
+        HOST_STATES: "moves gradients to host memory as they come",
+    },
+)
+
+
+def needs_of(fact: Fact, run: Run) -> tuple[str, ...]:
+    """Why the run needs a fact, as clauses; empty if it does not."""
+    found = ((feature.found(run), text) for feature, text in fact.needed_by.items())
     return tuple(f"{name} {_text(text, run)}" for name, text in found if name is not None)
 
 
 FACTS: tuple[Fact, ...] = (
-    Fact(
-        "a rank's whole gradients at the end of a step",
-        {
-            ANY_WORLD: "adds up whole gradients in the order of a tree",
-            COMPRESSION: "chooses what it sends from a rank's whole gradients",
-            PIPELINE: "adds up the gradients of several micro-batches in flight",
-        },
-        {
-            ZERO_2: "divides gradients after each micro-batch",
-            ZERO_3: "divides gradients after each micro-batch",
-            HOST_STATES: "moves gradients to host memory as they come",
-        },
-    ),
+    WHOLE_GRADIENTS,
     Fact(
         "gradients of the whole model on each rank",
         {

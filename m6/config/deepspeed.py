@@ -237,6 +237,7 @@ class DeepSpeedSettings(BaseModel):
         stated_accumulation: ``gradient_accumulation_steps`` of the JSON, if it is there.
         gradient_clipping: largest norm of the gradient; 0: no clipping.
         precision: ``fp32``, ``bf16`` or ``fp16``: the type of the weights in the forward pass.
+        zero_stage: of DeepSpeed's engine; 1 instead of 2 where gradients stay whole.
         smallest_loss_scale: below which the loss scale of fp16 does not fall; 1 in other precisions.
         optimizer_params: the optimizer's parameters, including defaults.
         keys: all keys as they are in the JSON.
@@ -268,6 +269,11 @@ class DeepSpeedSettings(BaseModel):
                 f"{self.train_batch_size} / ({self.micro_batch_size} x {len(shares)} ranks) = "
                 f"{' or '.join(map(str, sorted(set(shares))))}; leave it out"
             )
+
+    def at_stage_1(self) -> DeepSpeedSettings:
+        """The same settings at ZeRO stage 1, where gradients stay whole until the end of a step."""
+        zero = {**self.keys["zero_optimization"], "stage": 1}
+        return self.model_copy(update={"zero_stage": 1, "keys": {**self.keys, "zero_optimization": zero}})
 
     def engine_config(self, micro_batches: int, replicas: int) -> dict[str, Any]:
         """The dictionary for ``deepspeed.initialize``, without the optimizer, which we build ourselves.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from m6.architecture.settings import MODEL_TYPE, ModelSettings
 from m6.architecture.sharing import Sharing
 from m6.config.batch_ramp import BatchSizes
-from m6.config.combinations import Run, check_combinations, needs_of_equal_shares
+from m6.config.combinations import EQUAL_SHARES, WHOLE_GRADIENTS, Run, check_combinations, needs_of
 from m6.config.deepspeed import DeepSpeedSettings, split_deepspeed
 from m6.config.offload import OffloadSettings
 from m6.config.pipeline import PipelineSettings
@@ -137,7 +137,7 @@ class RunConfig:
             at_once=self.m6.training.overlap_micro_batches,
             stated=None if shares is None else tuple(shares),
             pipeline=self.pipeline,
-            equal_for=needs_of_equal_shares(Run(self.m6, self.deepspeed, self.model)),
+            equal_for=needs_of(EQUAL_SHARES, Run(self.m6, self.deepspeed, self.model)),
             accumulation=self.deepspeed.stated_accumulation,
         )
 
@@ -169,6 +169,15 @@ class RunConfig:
         for name, section in (("pipeline", parallel.pipeline), ("tensor", parallel.tensor)):
             found[f"m6.parallel.{name}"] = None if section is None else section.model_dump(mode="json")
         return found
+
+    @property
+    def note_of_stage(self) -> str | None:
+        """Why the run has the memory of another ZeRO stage than its JSON says; None if it has not."""
+        stated = self.document.get("zero_optimization", {}).get("stage", 0)
+        if stated == self.deepspeed.zero_stage:
+            return None
+        reasons = " and ".join(needs_of(WHOLE_GRADIENTS, Run(self.m6, self.deepspeed, self.model)))
+        return f"zero_optimization.stage {stated} keeps whole gradients, as stage 1 does: {reasons}"
 
     @property
     def planned_sharing(self) -> Sharing | None:
@@ -234,6 +243,8 @@ def parse_config(document: dict[str, Any]) -> RunConfig:
         deepspeed = apply_offload(settings.offload, deepspeed, model)
         check_offload(settings.offload, deepspeed, model, checkpointing)
     check_combinations(settings, deepspeed, model)
+    if deepspeed.zero_stage == 2 and needs_of(WHOLE_GRADIENTS, Run(settings, deepspeed, model)):
+        deepspeed = deepspeed.at_stage_1()
     if settings.data.sequence_length > model.max_position_embeddings:
         raise UserError(
             f"m6.data.sequence_length {settings.data.sequence_length} exceeds m6.model.max_position_embeddings "

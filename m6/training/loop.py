@@ -117,6 +117,8 @@ class Trainer:
             on_main_rank(lambda: check_sources_unchanged(run.root, self.data))
         self.stage = Stage(config, self.checkpoint.state if self.checkpoint is not None else None)
         self.stage_metrics = StageMetrics(self.stage)
+        if (note := config.note_of_stage) is not None:
+            self._print(f"note: {note}")
         self._build_engine()
         self.nonfinite = NonfinitePolicy(
             run, self.settings.training.max_skipped_steps, config.deepspeed.smallest_loss_scale

@@ -31,7 +31,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
     # Dropout, clipping, and biases that balance. The bias of a batch is that of its loads, which are exact.
     "1f1b": ({"m6__moe": ROUTING}, {"m6__parallel__pipeline": pipeline(2, "1f1b", [3, 2])}, (0, 1)),
     # Both ends of the model are on one rank, and weights get their gradients after inputs.
-    "zbv": ({}, {"m6__parallel__pipeline": pipeline(2, "zbv", [1, 2, 1, 1])}, (1, 0)),
+    "zbv": ({}, {"m6__parallel__pipeline": pipeline(2, "zbv", [1, 2, 1, 1])}, (2, 0)),
     "interleaved_1f1b": (RAMP, {"m6__parallel__pipeline": pipeline(2, "interleaved_1f1b")}, (1, 1)),
     "interleaved_zero_bubble": ({}, {"m6__parallel__pipeline": pipeline(2, "interleaved_zero_bubble")}, (1, 1)),
     "dualpipev": (
@@ -55,11 +55,11 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
         {"m6__parallel__pipeline": pipeline(2, "1f1b", [3, 2])},
         (1, 0),
     ),
-    "turns": ({}, {"m6__training__ep_size": 2, "m6__training__overlap_micro_batches": 2}, (0, 1)),
+    "turns": ({}, {"m6__training__ep_size": 2, "m6__training__overlap_micro_batches": 2}, (0, 2)),
     "tensor": (
         {"m6__moe": None, "m6__model__num_attention_heads": 8},
         {"m6__parallel__tensor": {"num_ranks": 2}},
-        (1, 0),
+        (2, 0),
     ),
 }
 # 16 bits round the sums of different orders.

@@ -69,7 +69,7 @@ def compression_line(planner: Planner, best: PricedLayout) -> str:
     line = f"Gradients that all ranks have are summed in {whole:.4g} s, {whole / total:.1%} of a step. "
     if saved < _WORTH:
         return f"{line}Fewer bytes for them (m6.communication) are worth nothing: at most {max(0.0, saved):.1%}."
-    needs = " at ZeRO 0 or 1" if layout.zero_stage == 2 else ""
+    needs = " and gradients as at ZeRO 1" if layout.zero_stage == 2 else ""
     return (
         f"{line}Fewer bytes (m6.communication) would shorten it by {saved:.0%} with {fastest.gradients}{needs}; the "
         "steps that this costs are not priced."

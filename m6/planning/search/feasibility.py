@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Literal
 
-from m6.config.combinations import Run, needs_of_equal_shares
+from m6.config.combinations import EQUAL_SHARES, Run, needs_of
 from m6.config.pipeline import ONE_STAGE, PipelineSettings
 from m6.config.run import RunConfig
 from m6.config.section_checks import check_sharing, cut_between_groups
@@ -21,7 +21,7 @@ from m6.planning.cost.layout import ParallelLayout
 from m6.planning.search.configuration import configured
 
 RefusalKind = Literal[
-    "batch", "experts", "ranks", "tensor parallelism", "pipeline", "streamed experts", "configuration"
+    "batch", "experts", "ranks", "tensor parallelism", "pipeline", "streamed experts", "lower stage", "configuration"
 ]
 
 
@@ -128,7 +128,7 @@ class Feasibility:
             config = self.config
             deepspeed = config.deepspeed.model_copy(update={"zero_stage": layout.zero_stage})
             m6 = config.m6 if layout.stream_experts else config.m6.model_copy(update={"offload": None})
-            self._equal_for[key] = needs_of_equal_shares(Run(m6, deepspeed, config.model))
+            self._equal_for[key] = needs_of(EQUAL_SHARES, Run(m6, deepspeed, config.model))
         return self._equal_for[key]
 
 
@@ -186,10 +186,11 @@ def _refused_pipeline(
 
 def _refused_by_validation(config: RunConfig, layout: ParallelLayout) -> Refusal | None:
     try:
-        configured(config, layout)
+        found = configured(config, layout)
     except UserError as error:
         return Refusal("configuration", str(error))
-    return None
+    # The layout of the lower stage is the same one.
+    return None if found.note_of_stage is None else Refusal("lower stage", found.note_of_stage)
 
 
 def _without(layout: ParallelLayout, lifted: Collection[RefusalKind]) -> ParallelLayout:
@@ -219,7 +220,11 @@ def capability_matrix(config: RunConfig) -> str:
         for stage in range(4):
             layout = ParallelLayout(2, zero_stage=stage, **changes)  # type: ignore[arg-type]
             found = feasibility.explain(layout)
-            cells.append("yes" if found is None else f"no [{reasons.setdefault(found.reason, len(reasons) + 1)}]")
+            if found is None:
+                cells.append("yes")
+                continue
+            answer = "as stage 1" if found.kind == "lower stage" else "no"
+            cells.append(f"{answer} [{reasons.setdefault(found.reason, len(reasons) + 1)}]")
         rows.append([name, *cells])
     table = markdown_table(("", *(f"stage {stage}" for stage in range(4))), rows, "lllll")
     return "\n".join([table, "", *(f"[{number}] {reason}" for reason, number in reasons.items())])

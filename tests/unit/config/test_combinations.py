@@ -76,24 +76,29 @@ def test_a_refusal_has_both_reasons(folder: Path):
 
 def test_the_nearest_stage_is_one_that_works(folder: Path):
     """Stage 2 is no remedy where it would be refused as well."""
-    for other, stages in ((c.OFFLOAD, "use zero_optimization.stage 2, 1 or 0"), (c.COMPRESSION, "stage 1 or 0")):
-        with pytest.raises(UserError, match=f"; .*{stages}, or "):
+    for other, stages in ((c.OFFLOAD, "use zero_optimization.stage 2, 1 or 0"), (c.SHARES, "stage 1 or 0")):
+        with pytest.raises(UserError, match=f"; .*{stages}(, or |$)"):
             parse_config(document(folder, c.ZERO_3, other))
 
 
 def test_all_reasons_come_at_once():
-    """A pipeline of a recipe at stage 2: one message names each key that has to change."""
-    stage_2 = 'zero_optimization={"stage": 2, "contiguous_gradients": true, "reduce_scatter": true}'
-    changes = stage_2, "m6.parallel.pipeline.num_ranks=2", "m6.training.deterministic=any_world"
+    """A pipeline of a recipe at stage 3: one message names each key that has to change."""
+    stage_3 = 'zero_optimization={"stage": 3, "contiguous_gradients": true, "reduce_scatter": true}'
+    changes = (
+        stage_3,
+        "m6.training.ep_size=1",
+        "m6.parallel.pipeline.num_ranks=2",
+        "m6.training.deterministic=any_world",
+    )
     with pytest.raises(UserError) as caught:
         load_config(Path("m6t_100b"), changes)
     message = str(caught.value)
     assert "combinations do not work: (1) " in message
     for part in (
-        "zero_optimization.stage 2",
+        "zero_optimization.stage 3",
         "zero_optimization.contiguous_gradients, zero_optimization.reduce_scatter",
         'm6.training.deterministic "any_world"',
-        "use zero_optimization.stage 1 or 0",
+        "use zero_optimization.stage 2, 1 or 0",
         "leave these keys out",
     ):
         assert part in message

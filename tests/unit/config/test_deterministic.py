@@ -10,7 +10,7 @@ import torch
 from m6.config.checks import check_world_size
 from m6.config.run import RunConfig, parse_config
 from m6.errors import UserError
-from m6.planning.cost.layout import ParallelLayout
+from m6.planning.cost.layout import ParallelLayout, layout_of
 from m6.planning.search.feasibility import Feasibility
 from m6.training.checkpointing import check_same_sums
 from m6.training.engine.tree_gradients import check_device
@@ -103,5 +103,7 @@ def test_the_planner_offers_nothing_else(folder: Path):
     assert feasibility.refusal(ParallelLayout(3, 1, zero_stage=1, micro_batch_size=2)) is None
     found = feasibility.refusal(ParallelLayout(4, 1, zero_stage=2, micro_batch_size=2))
     assert found is not None
-    assert found.kind == "configuration"
+    assert found.kind == "lower stage"
     assert "any_world" in found.reason
+    stated = config(folder, train_batch_size=24, zero_optimization={"stage": 2})
+    assert layout_of(stated, 4).zero_stage == 1  # so that its memory is planned as such

@@ -40,7 +40,7 @@ from tests.fixtures.plans import CONFIGS, brute_force, planner
 def test_what_a_plan_leaves_out_is_priced():
     subject = planner("m6t_100b", "a100_80g_x128", forced={"micro_batch_size": 8, "zero_stage": 1})
     text = "\n".join(alternatives(subject, subject.search()))
-    without_slices = "leave m6.parallel.pipeline.slices out, or use m6.moe.capacity_factor=null"
+    without_slices = 'leave m6.parallel.pipeline.slices out, or use m6.moe.drop_order "causal"'
     for part in ("m6.parallel.pipeline", "PipeDream-2BW", "TeraPipe", without_slices):
         assert part in text
     assert "Whale" not in text

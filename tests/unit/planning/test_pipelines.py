@@ -175,7 +175,7 @@ def test_refusals_name_the_rule():
     base = ParallelLayout(128, 16, pp_size=8, zero_stage=1, micro_batch_size=8, schedule="zbv")
     assert isinstance(subject.evaluate(base), PricedLayout)
     for changes, reason in [
-        ({"zero_stage": 2}, "zero_optimization.stage 2 divides gradients"),
+        ({"zero_stage": 2}, "zero_optimization.stage 2 keeps whole gradients, as stage 1 does"),
         (
             {"micro_batch_size": 16},
             r"needs 16 micro-batches or more in a step \(2 x num_ranks\), but each pipeline has 8",
