@@ -51,14 +51,18 @@ def load_balancing_losses(
     Returns:
         [T].
     """
-    counts = chosen_counts.to(probabilities.dtype)
-    if scope == "global_batch" and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(counts, group=group)
-    shares = shares_of(counts)
+    shares = shares_of(in_scope(chosen_counts.to(probabilities.dtype), scope, group))
     if sequences is not None:
         shares = shares.index_select(0, sequences.numbers)
     num_prototypes, experts_per_prototype = probabilities.shape[1:]
     return (probabilities * shares).sum((1, 2)) * (experts_per_prototype / num_prototypes)
+
+
+def in_scope(counts: Tensor, scope: str, group: torch.distributed.ProcessGroup | None) -> Tensor:
+    """Returns counts of choices, overwritten by their sums over the ranks of ``group`` if the scope is all ranks."""
+    if scope == "global_batch" and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(counts, group=group)
+    return counts
 
 
 def shares_of(counts: Tensor) -> Tensor:

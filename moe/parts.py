@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe.losses import Sequences, shares_of
+from moe.losses import Sequences, in_scope, shares_of
 
 
 class SequenceSlices:
@@ -24,6 +24,8 @@ class SequenceSlices:
         # of all tokens together. If activation checkpointing repeats a call, the call writes the same values again.
         self._sums: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor] = {}
+        self._tokens: dict[int, int] = {}
+        self._of_scope: Tensor | None = None
         self._chosen: dict[int, Tensor] = {}  # choices [E] of each part, with a capacity
         self._capacity: Tensor | None = None
 
@@ -40,20 +42,37 @@ class SequenceSlices:
         earlier = [counts for number, counts in self._chosen.items() if number < part]
         return (self._capacity - sum(earlier)).clamp(min=0) if earlier else self._capacity
 
-    def add(self, part: int, sums: Tensor, counts: Tensor) -> Tensor:
-        """Adds a part, and returns the growth of the loss of all parts so far."""
-        before = self._loss(sums)
-        self._sums[part], self._counts[part] = sums, counts
-        return self._loss(sums) - before
+    def add(
+        self,
+        part: int,
+        num_tokens: int,
+        sums: Tensor,
+        counts: Tensor,
+        scope: str,
+        group: torch.distributed.ProcessGroup | None,
+    ) -> Tensor:
+        """Adds a part, and returns the growth of the loss of all parts so far.
+
+        With the scope "global_batch", the part with the last token learns the choices of all ranks, and has the whole
+        loss.
+        """
+        before = self._loss(sums, scope)
+        self._sums[part], self._counts[part], self._tokens[part] = sums, counts, num_tokens
+        if sum(self._tokens.values()) == self.num_tokens and self._of_scope is None:
+            self._of_scope = in_scope(self._total(), scope, group)
+        return self._loss(sums, scope) - before
 
     def gradient(self) -> Tensor:
         """Returns the gradient [G, Z, M] of the loss of all parts by the sums of probabilities: M f_i / (Z T)."""
-        counts = torch.stack([*self._counts.values()]).sum(0)
+        counts = self._total() if self._of_scope is None else self._of_scope
         num_prototypes, experts_per_prototype = counts.shape[1:]
         return shares_of(counts) * (experts_per_prototype / num_prototypes / max(self.num_tokens, 1))
 
-    def _loss(self, like: Tensor) -> Tensor:
-        if not self._sums:
+    def _total(self) -> Tensor:
+        return torch.stack([*self._counts.values()]).sum(0)
+
+    def _loss(self, like: Tensor, scope: str) -> Tensor:
+        if not self._sums or (scope == "global_batch" and self._of_scope is None):
             return like.new_zeros(())
         return (self.gradient() * torch.stack([*self._sums.values()]).sum(0)).sum()
 
@@ -71,7 +90,12 @@ class SequenceSlice(NamedTuple):
 
 
 def load_balancing_loss_of_part(
-    probabilities: Tensor, chosen_counts: Tensor, part: SequenceSlice, sequences: Sequences | None = None
+    probabilities: Tensor,
+    chosen_counts: Tensor,
+    part: SequenceSlice,
+    scope: str = "micro_batch",
+    sequences: Sequences | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor:
     """Returns a part's summand of the mean of ``load_balancing_losses`` over all tokens.
 
@@ -80,24 +104,32 @@ def load_balancing_loss_of_part(
     Args:
         probabilities: [T, Z, M] of the part.
         chosen_counts: [Z, M] of the part, or [G, Z, M] by sequence.
+        scope, group: see ``load_balancing_losses``.
         sequences: of the part's tokens, if each sequence is balanced by itself.
     """
-    loss: Tensor = _LossOfPart.apply(probabilities, chosen_counts, part, sequences)
+    loss: Tensor = _LossOfPart.apply(probabilities, chosen_counts, part, scope, sequences, group)
     return loss
 
 
 class _LossOfPart(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, probabilities: Tensor, counts: Tensor, part: SequenceSlice, sequences: Sequences | None
+        ctx: Any,
+        probabilities: Tensor,
+        counts: Tensor,
+        part: SequenceSlice,
+        scope: str,
+        sequences: Sequences | None,
+        group: torch.distributed.ProcessGroup | None,
     ) -> Tensor:
         ctx.whole, ctx.sequences, ctx.num_tokens = part.whole, sequences, len(probabilities)
         sums = probabilities.sum(0, keepdim=True) if sequences is None else sequences.sums(probabilities)
-        return part.whole.add(part.number, sums, counts.to(sums.dtype).view_as(sums))
+        counts = counts.to(sums.dtype).view_as(sums)
+        return part.whole.add(part.number, len(probabilities), sums, counts, scope, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradient = grads[0] * ctx.whole.gradient()
         if ctx.sequences is None:
-            return gradient.expand(ctx.num_tokens, -1, -1), None, None, None
-        return gradient.index_select(0, ctx.sequences.numbers), None, None, None
+            return gradient.expand(ctx.num_tokens, -1, -1), None, None, None, None, None
+        return gradient.index_select(0, ctx.sequences.numbers), None, None, None, None, None

@@ -153,7 +153,9 @@ def route(
             balance = load_balancing_losses(distribution, choices, config.balance_scope, sequences, group)
             of_tokens = config.aux_loss_weight * balance
         else:
-            of_part = config.aux_loss_weight * load_balancing_loss_of_part(distribution, choices, part, sequences)
+            scope = config.balance_scope
+            balance = load_balancing_loss_of_part(distribution, choices, part, scope, sequences, group)
+            of_part = config.aux_loss_weight * balance
     if config.z_loss_weight:
         of_tokens = of_tokens + config.z_loss_weight * z_losses(logits)
     whole = num_tokens if part is None else part.whole.num_tokens

@@ -105,10 +105,6 @@ def _of(name: str, is_on: Callable[[Run], bool], remedy: Text) -> Feature:
     return Feature(name, lambda run: name if is_on(run) else None, remedy)
 
 
-def _stage(stage: int, remedy: Text) -> Feature:
-    return _of(f"zero_optimization.stage {stage}", lambda run: run.deepspeed.zero_stage == stage, remedy)
-
-
 def _lower_stage(run: Run) -> str:
     """use a lower stage"""
     others = {other for pair in refused_pairs() if ZERO_2 in pair for other in pair - {ZERO_2}}
@@ -198,7 +194,12 @@ def _updates_at_once(run: Run) -> bool:
     return run.m6.offload is not None and run.m6.offload.update == "backward"
 
 
-ZERO_2, ZERO_3 = _stage(2, "use zero_optimization.stage 1 or 0"), _stage(3, _lower_stage)
+ZERO_2 = _of(
+    "zero_optimization.stage 2",
+    lambda run: run.deepspeed.zero_stage == 2 and not needs_of(WHOLE_GRADIENTS, run),
+    "use zero_optimization.stage 1 or 0",
+)
+ZERO_3 = _of("zero_optimization.stage 3", lambda run: run.deepspeed.zero_stage == 3, _lower_stage)
 HOST_STATES = Feature(
     "zero_optimization.offload_optimizer",
     _host_states,
@@ -357,7 +358,7 @@ EQUAL_SHARES = Fact(
 )
 
 
-WHOLE_GRADIENTS = Fact(
+WHOLE_GRADIENTS: Fact = Fact(
     "a rank's whole gradients at the end of a step (zero_optimization.stage 2 then runs as stage 1)",
     {
         ANY_WORLD: "adds up whole gradients in the order of a tree",
@@ -496,11 +497,10 @@ FACTS: tuple[Fact, ...] = (
     Fact(
         "whole rows",
         {
-            GLOBAL_BALANCE: "adds up the loads of whole micro-batches of all ranks",
-            OFFLOAD: "plans a step of whole micro-batches",
+            OFFLOAD: "plans one order of passes for all steps",
             OTHER_SCHEDULES: "does not know that backward passes of slices come in reverse order",
         },
-        {SLICES: "cuts rows, so that each slice has loads and passes of its own"},
+        {SLICES: "cuts each micro-batch into as many parts as its rows allow"},
     ),
     Fact(
         "the choices of later tokens before earlier ones are computed",

@@ -187,13 +187,18 @@ def test_a_run_of_slices_reports_what_one_rank_reports(folder: Path):
         parallel = {"m6__parallel__pipeline": pipeline, "m6__training__ep_size": ep_size}
         alone.append((document(folder, 1 if name == "bf16" else 0, **changes), folder / f"{name} alone"))
         together.append((document(folder, zero, **changes, **parallel), folder / name))
+    # The loads of micro-batches at the same time are known with the last slices of both pipelines.
+    for name, stages in (("global batch alone", {"num_ranks": 2, "schedule": "1f1b"}), ("global batch", sliced(2, 3))):
+        changes = {"m6__moe": {**ROUTING, "balance_scope": "global_batch"}, "m6__model__hidden_dropout": 0.0}
+        steps = {"m6__training__total_steps": 2, "m6__training__activation_checkpointing": True}
+        together.append((document(folder, **changes, **steps, m6__parallel__pipeline=stages), folder / name))
     config = parse_config(together[0][0])
     choice, data = SliceChoice(config, 4), open_data(config)
     # Of the first micro-batches of both pipelines.
     assert len({len(choice.cuts(data.micro_batch(number))) for number in (0, 4)}) == 2
     run_distributed(train_all, 1, alone)
     run_distributed(train_all, 4, together)
-    for name in RUNS:
+    for name in (*RUNS, "global batch"):
         found, expected = folder / name, folder / f"{name} alone"
         rounding = 2e-3 if name == "bf16" else TOLERANCE
         assert losses(found) == pytest.approx(losses(expected), rel=rounding), name

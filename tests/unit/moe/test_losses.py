@@ -36,10 +36,10 @@ def test_global_batch_loss_equals_that_of_one_rank_with_all_tokens() -> None:
     run_distributed(global_loss, 2, parts, counts, expected.detach(), grad)
 
 
-@pytest.mark.parametrize("scope", ["micro_batch", "sequence"])
+@pytest.mark.parametrize("scope", ["micro_batch", "global_batch", "sequence"])
 @pytest.mark.parametrize("gating", ["softmax", "sigmoid"])
 def test_parts_of_tokens_have_the_losses_of_all(
-    gating: Literal["softmax", "sigmoid"], scope: Literal["micro_batch", "sequence"]
+    gating: Literal["softmax", "sigmoid"], scope: Literal["micro_batch", "global_batch", "sequence"]
 ) -> None:
     """Values add up, and gradients are equal, whatever the parts; one of them is empty, and a call may be repeated."""
     torch.manual_seed(0)
