@@ -148,22 +148,17 @@ def _slices(run: Run) -> str | None:
     return None if pipeline is None or pipeline.slices is None else f"m6.parallel.pipeline.slices {pipeline.slices}"
 
 
-def _drops_by_later_tokens(run: Run) -> str | None:
+def _later_tokens_first(run: Run) -> str:
+    """fills experts with pairs of later tokens before pairs of earlier places"""
     if not run.moe.get("capacity_factor"):
-        return None
-    moe = run.model.moe_config()
-    first_come = moe.drop_order == "position" and moe.top_k == 1 and run.deepspeed.micro_batch_size == 1
-    return None if first_come or moe.drop_order == "causal" else f'm6.moe.drop_order "{moe.drop_order}"'
-
-
-def _later_tokens(run: Run) -> str:
-    """fills experts with pairs of later tokens before those of earlier places"""
+        return ""
     moe = run.model.moe_config()
     if moe.drop_order == "probability":
         return "fills experts with the largest gates of a whole micro-batch first"
-    if moe.top_k > 1:
+    if moe.drop_order == "position" and moe.top_k > 1:
         return "fills experts with first choices of later tokens before second choices of earlier ones"
-    return "fills experts with a whole row before the beginning of the next one"
+    in_turn = moe.drop_order == "position" and run.deepspeed.micro_batch_size > 1
+    return "fills experts with a whole row before the beginning of the next one" if in_turn else ""
 
 
 def _reducer(run: Run) -> str | None:
@@ -316,7 +311,7 @@ SAMPLES = _of("m6.samples", lambda run: run.m6.samples is not None, "leave m6.sa
 LATER_TOKENS_FIRST = Feature(
     'm6.moe.capacity_factor with another m6.moe.drop_order than "causal" (or "position" with top_k 1 and micro-batches '
     "of 1)",
-    _drops_by_later_tokens,
+    lambda run: f'm6.moe.drop_order "{run.model.moe_config().drop_order}"' if _later_tokens_first(run) else None,
     'use m6.moe.drop_order "causal"',
 )
 OVERLAP = Feature(
@@ -504,7 +499,7 @@ FACTS: tuple[Fact, ...] = (
     ),
     Fact(
         "the choices of later tokens before earlier ones are computed",
-        {LATER_TOKENS_FIRST: _later_tokens},
+        {LATER_TOKENS_FIRST: _later_tokens_first},
         {SLICES: "computes the beginning of rows before their end"},
     ),
     Fact(

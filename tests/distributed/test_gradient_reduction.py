@@ -185,7 +185,7 @@ def by_nodes() -> None:
     # Bytes to the other node of a rank: of a ring of two ranks, half of it, or the message to one rank instead of two.
     for call, expected, between in (
         (lambda each: each.all_reduce(values.clone()), None, mine / 2),
-        (lambda each: each.sums([values[0, 1:], values[1]])[0], rank_values.sum(0)[0, 1:], (24 + 25) * 32 / 2),
+        (lambda each: next(each.sums([values[0, 1:], values[1]])), rank_values.sum(0)[0, 1:], (24 + 25) * 32 / 2),
         (lambda each: each.reduce_scatter(values.view(4, 100)), rank_values.sum(0)[rank].view(100), mine / 2 / 2),
         (lambda each: torch.stack(each.all_gather(values)), rank_values, mine),
     ):

@@ -21,7 +21,7 @@ from m6.planning.cost.layout import ParallelLayout
 from m6.planning.search.configuration import configured
 
 RefusalKind = Literal[
-    "batch", "experts", "ranks", "tensor parallelism", "pipeline", "streamed experts", "lower stage", "configuration"
+    "batch", "experts", "ranks", "tensor parallelism", "pipeline", "streamed experts", "same as ZeRO 1", "configuration"
 ]
 
 
@@ -190,7 +190,7 @@ def _refused_by_validation(config: RunConfig, layout: ParallelLayout) -> Refusal
     except UserError as error:
         return Refusal("configuration", str(error))
     # The layout of the lower stage is the same one.
-    return None if found.note_of_stage is None else Refusal("lower stage", found.note_of_stage)
+    return None if found.note_of_stage is None else Refusal("same as ZeRO 1", found.note_of_stage)
 
 
 def _without(layout: ParallelLayout, lifted: Collection[RefusalKind]) -> ParallelLayout:
@@ -223,7 +223,7 @@ def capability_matrix(config: RunConfig) -> str:
             if found is None:
                 cells.append("yes")
                 continue
-            answer = "as stage 1" if found.kind == "lower stage" else "no"
+            answer = "as stage 1" if found.kind == "same as ZeRO 1" else "no"
             cells.append(f"{answer} [{reasons.setdefault(found.reason, len(reasons) + 1)}]")
         rows.append([name, *cells])
     table = markdown_table(("", *(f"stage {stage}" for stage in range(4))), rows, "lllll")

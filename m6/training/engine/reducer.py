@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from m6.checkpoints.format import Fragment, WeightReader
 from m6.training.deepspeed_private import expert_group, is_expert, scatter_sums
 from m6.training.mesh import Mesh
-from m6.training.reduction.collectives import CountedCollectives, buckets
+from m6.training.reduction.collectives import CountedCollectives
 
 
 class GradientReducer:
@@ -134,14 +134,9 @@ class PipelineGradients(GradientReducer):
         }
         for of_experts, collectives in ((False, self.dense), (True, self.experts)):
             chosen = [each for parameter, each in gradients.items() if is_expert(parameter) == of_experts]
-            if collectives.ranks == 1:
-                continue
-            for bucket in buckets(chosen):
-                flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-                reduced = flat if self._sent_type is None else flat.to(self._sent_type)
-                collectives.all_reduce(reduced)
-                for gradient, total in zip(bucket, reduced.split([each.numel() for each in bucket]), strict=True):
-                    gradient.copy_(total.view_as(gradient))
+            if collectives.ranks > 1:
+                for gradient, total in zip(chosen, collectives.sums(chosen, self._sent_type), strict=True):
+                    gradient.copy_(total)
         for parameter in self.trained:
             parameter.grad = None
         return gradients

@@ -6,7 +6,7 @@ and an all-gather in each node (Jia et al., arXiv 1807.11205; swCaffe, arXiv 190
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,15 +117,18 @@ class CountedCollectives:
         places = _gathered(of_place, self.nodes.inside, local)
         return [place[node] for node in range(nodes) for place in places]
 
-    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the sums over ranks of tensors of one type. The tensors are not changed."""
-        found: list[Tensor] = []
+    def sums(self, tensors: Sequence[Tensor], sent_type: torch.dtype | None = None) -> Iterator[Tensor]:
+        """Yields the sums over ranks of tensors of one type, message by message. The tensors are not changed.
+
+        Args:
+            sent_type: the number format of messages and sums; None: that of the tensors.
+        """
         for bucket in buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            flat = flat if sent_type is None else flat.to(sent_type)
             self.all_reduce(flat)
             parts = flat.split([tensor.numel() for tensor in bucket])
-            found += [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)]
-        return found
+            yield from (part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True))
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup | None, ranks: int) -> list[Tensor]:
