@@ -57,6 +57,24 @@ def test_any_number_of_ranks_that_have_a_micro_batch_each(folder: Path):
         check_world_size(turns, 4)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_norms_of_parts_of_tensors(folder: Path, stage: int):
+    """Stage 2 runs as stage 1, which cuts tensors at places that depend on the number of ranks."""
+    lamb = {"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}, "zero_optimization": {"stage": stage}}
+    with pytest.raises(UserError, match=f"at zero_optimization.stage {stage} optimizer.type Lamb adds up norms"):
+        config(folder, **lamb)
+
+
+def test_a_stage_2_that_runs_as_stage_1(folder: Path):
+    """Its JSON keeps the stage; the engine, the plan and the shares of ranks are those of stage 1."""
+    run = config(folder, zero_optimization={"stage": 2}, m6__parallel__shares=[3, 1])
+    assert run.deepspeed.engine_config(1, 1)["zero_optimization"] == {"stage": 1}
+    assert run.document["zero_optimization"] == {"stage": 2}
+    assert run.note_of_stage is not None
+    assert 'as stage 1 does: m6.training.deterministic "any_world" adds up whole gradients' in run.note_of_stage
+    assert parse_config(tiny_document(folder, zero_optimization={"stage": 2})).deepspeed.zero_stage == 2
+
+
 def test_a_checkpoint_of_other_sums(folder: Path):
     run = config(folder)
     check_same_sums(run, {"any_world": run.sums_depend_on})
