@@ -24,7 +24,6 @@ class SequenceSlices:
         # of all tokens together. If activation checkpointing repeats a call, the call writes the same values again.
         self._sums: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor] = {}
-        self._tokens: dict[int, int] = {}
         self._of_scope: Tensor | None = None
         self._chosen: dict[int, Tensor] = {}  # choices [E] of each part, with a capacity
         self._capacity: Tensor | None = None
@@ -44,8 +43,7 @@ class SequenceSlices:
 
     def add(
         self,
-        part: int,
-        num_tokens: int,
+        part: SequenceSlice,
         sums: Tensor,
         counts: Tensor,
         scope: str,
@@ -53,12 +51,11 @@ class SequenceSlices:
     ) -> Tensor:
         """Adds a part, and returns the growth of the loss of all parts so far.
 
-        With the scope "global_batch", the part with the last token learns the choices of all ranks, and has the whole
-        loss.
+        With the scope "global_batch" the last part learns the choices of all ranks, and has the whole loss.
         """
         before = self._loss(sums, scope)
-        self._sums[part], self._counts[part], self._tokens[part] = sums, counts, num_tokens
-        if sum(self._tokens.values()) == self.num_tokens and self._of_scope is None:
+        self._sums[part.number], self._counts[part.number] = sums, counts
+        if part.is_last and self._of_scope is None:
             self._of_scope = in_scope(self._total(), scope, group)
         return self._loss(sums, scope) - before
 
@@ -83,10 +80,12 @@ class SequenceSlice(NamedTuple):
     Attributes:
         whole: the shared state of all calls.
         number: the number of this call.
+        is_last: whether this is the last call. Ranks that exchange tokens or counts have equally many calls.
     """
 
     whole: SequenceSlices
     number: int
+    is_last: bool = False
 
 
 def load_balancing_loss_of_part(
@@ -125,7 +124,7 @@ class _LossOfPart(torch.autograd.Function):
         ctx.whole, ctx.sequences, ctx.num_tokens = part.whole, sequences, len(probabilities)
         sums = probabilities.sum(0, keepdim=True) if sequences is None else sequences.sums(probabilities)
         counts = counts.to(sums.dtype).view_as(sums)
-        return part.whole.add(part.number, len(probabilities), sums, counts, scope, group)
+        return part.whole.add(part, sums, counts, scope, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -63,9 +63,9 @@ class SliceKeys:
         self._parts: dict[tuple[int, int], _Sequence] = {}
         self._routed: dict[int, SequenceSlices] = {}
 
-    def of_slice(self, begin: int) -> SliceCache:
-        """The ``past_key_values`` of all blocks for the slice beginning at this token."""
-        return SliceCache(self, begin)
+    def of_slice(self, begin: int, end: int) -> SliceCache:
+        """The ``past_key_values`` of all blocks for the slice of the tokens ``[begin, end)``."""
+        return SliceCache(self, begin, end == self._length)
 
     def routed(self, layer_index: int) -> SequenceSlices:
         """The routing choices of a sparse layer for all slices."""
@@ -81,8 +81,8 @@ class SliceKeys:
 class SliceCache:
     """One slice's view of ``SliceKeys``, with the ``update`` of a transformers cache."""
 
-    def __init__(self, keys: SliceKeys, begin: int) -> None:
-        self._keys, self._begin = keys, begin
+    def __init__(self, keys: SliceKeys, begin: int, is_last: bool) -> None:
+        self._keys, self._begin, self._is_last = keys, begin, is_last
 
     def update(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
         """Adds this slice's keys and values [B, H, T, size]; returns all up to its end, [B, H, ..., size].
@@ -96,7 +96,7 @@ class SliceCache:
 
     def part(self, layer_index: int) -> SequenceSlice:
         """The position of this slice among all tokens of the rows, for a sparse layer."""
-        return SequenceSlice(self._keys.routed(layer_index), self._begin)
+        return SequenceSlice(self._keys.routed(layer_index), self._begin, self._is_last)
 
 
 class _Sequence:

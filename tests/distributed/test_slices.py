@@ -60,7 +60,7 @@ def sliced_gradients(model: Any, batches: Sequence[MicroBatch], cuts: Sequence[l
     for number, batch in enumerate(batches):
         keys, found = SliceKeys(batch.sample_ids), []
         for each in slices_of(batch, number, number, cuts[number], model.config):
-            past = keys.of_slice(each.begin)
+            past = keys.of_slice(each.begin, each.batch.sample_ids.shape[1])
             _, output = stage(None, each.batch.model_inputs(), each.batch.labels, each.seed, past)
             found.append(part_of_loss(each.batch, output))
         for loss in reversed(found):

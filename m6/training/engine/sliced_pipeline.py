@@ -280,7 +280,7 @@ class SlicedPipelineRunner(PipelineRunner):
     def _run_number(self, stage: ModelStage, hidden_states: Tensor | None, number: int) -> tuple[Tensor, M6Output]:
         assert self._step is not None
         own, batch = self._slices[number], self._step.batches[number]
-        past = self._keys[own.number].of_slice(own.begin)
+        past = self._keys[own.number].of_slice(own.begin, own.batch.sample_ids.shape[1])
         return self._run(stage, hidden_states, batch, own.seed, past)
 
 

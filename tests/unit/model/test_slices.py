@@ -99,7 +99,7 @@ def sliced_pass(model: M6ForConditionalGeneration, batch: MicroBatch, cuts: list
     for each in slices_of(batch, 0, 0, cuts, model.config):
         hidden, aux_loss = None, 0.0
         for stage, own in zip(stages, keys, strict=True):
-            past = own.of_slice(each.begin)
+            past = own.of_slice(each.begin, each.batch.sample_ids.shape[1])
             hidden, output = stage(hidden, each.batch.model_inputs(), each.batch.labels, None, past)
             aux_loss = aux_loss + output.aux_loss
         output.aux_loss = aux_loss
@@ -164,7 +164,9 @@ def test_a_cut_inside_of_a_source_changes_the_gradients(tiny_model: Any):
 def test_slices_must_go_backward_from_the_last_one():
     keys = SliceKeys(torch.ones(1, 6, dtype=torch.int64))
     new = torch.randn(2, 1, 1, 3, 4, requires_grad=True)
-    ends = [keys.of_slice(begin).update(part, part, 0)[0].sum() for begin, part in zip((0, 3), new, strict=True)]
+    ends = [
+        keys.of_slice(begin, begin + 3).update(part, part, 0)[0].sum() for begin, part in zip((0, 3), new, strict=True)
+    ]
     with pytest.raises(AssertionError, match="came before that of the next one"):
         ends[0].backward()
 
