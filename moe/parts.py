@@ -80,7 +80,7 @@ class SequenceSlice(NamedTuple):
     Attributes:
         whole: the shared state of all calls.
         number: the number of this call.
-        is_last: whether this is the last call. Ranks that exchange tokens or counts have equally many calls.
+        is_last: whether this is the last call.
     """
 
     whole: SequenceSlices
