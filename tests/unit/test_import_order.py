@@ -36,8 +36,8 @@ LEVELS = {
         {"replicas"},
         {"offloading"},
         {"engine"},
-        {"stages", "reporting", "checkpointing", "evaluation", "tokenizers"},
-        {"train_step"},
+        {"stages", "reporting", "checkpointing", "tokenizers"},
+        {"train_step", "evaluation"},
         {"loop"},
     ),
     "m6.planning": (

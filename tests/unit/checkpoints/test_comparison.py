@@ -80,14 +80,9 @@ def test_differences_come_in_the_order_of_the_model(tmp_path: Path):
     [
         (lambda value: None, "weight of model.layers.10.w: shape (2, 3, 4) and missing"),
         (lambda value: value[:1], "weight of model.layers.10.w: shape (2, 3, 4) and shape (1, 3, 4)"),
-        (lambda value: value * torch.nan, None),
     ],
 )
-def test_tensors_that_cannot_be_compared_are_differences(tmp_path: Path, new: Callable, text: str | None):
-    if text is None:  # a checkpoint with a weight that is not finite is never complete; a moment may be
-        found = compared(write(tmp_path / "a"), write(tmp_path / "b", 1, changed("model.layers.10.w", "exp_avg", new)))
-        assert "24 of 24 elements differ, by at most inf" in found.differences[0]
-        return
+def test_tensors_that_cannot_be_compared_are_differences(tmp_path: Path, new: Callable, text: str):
     found = compared(write(tmp_path / "a"), write(tmp_path / "b", 1, changed("model.layers.10.w", "weight", new)))
     assert found.differences == [text]
     assert found.digests[0] != found.digests[1]

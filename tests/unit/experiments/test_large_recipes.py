@@ -192,7 +192,7 @@ def test_one_rank_rounds_rows_as_the_exchange_does():
         return codec.decode(codec.encode(rows), rows.dtype)
 
     layer.dispatcher = plain
-    routing = layer._route(tokens, None, None)[0]
+    routing = layer._route(tokens, tokens, None, None)[0]
     routing = routing._replace(gates=routing.gates.detach())
     inside = rounded(tokens.detach()).requires_grad_()
     expected = plain(inside, routing, layer.experts, None)
