@@ -37,13 +37,16 @@ def make_importable(cache: Path) -> str:
     version = transformers.__version__
     target = cache / f"transformers-{version}-tests"
     if not target.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            problem = _extract(version, Path(folder))
-            if problem:
-                return problem
-            with contextlib.suppress(OSError):  # another process was first
-                os.rename(Path(folder) / "tests", target)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache) as folder:
+                problem = _extract(version, Path(folder))
+                if problem:
+                    return problem
+                with contextlib.suppress(OSError):  # another process was first
+                    os.rename(Path(folder) / "tests", target)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"no common tests of transformers {version}: {error}"
     sys.path.insert(0, str(target))
     return ""
 
