@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import m6
@@ -84,39 +84,39 @@ class _Part:
     """
 
     module: str
-    imports: list[str] = field(default_factory=list)
-    body: str = ""
-    first: set[str] = field(default_factory=set)
-    names: dict[str, str] = field(default_factory=dict)
+    imports: list[str]
+    body: str
+    first: set[str]
+    names: dict[str, str]
 
     @classmethod
     def of(cls, module: str) -> _Part:
         source = _file(module).read_text(encoding="utf-8")
-        lines, part = source.splitlines(keepends=True), cls(module)
+        tree, lines = ast.parse(source), source.splitlines(keepends=True)
+        imports: list[str] = []
+        first: set[str] = set()
+        names: dict[str, str] = {}
 
         def replace(node: ast.stmt, text: str = "") -> None:
             # The number of lines stays, so the line numbers of later nodes hold.
             lines[node.lineno - 1 : node.end_lineno] = [text] + [""] * (int(node.end_lineno or 0) - node.lineno)
 
-        tree = ast.parse(source)
         for own in imports_of_this_project(tree):
             if own in tree.body:
-                part.first.update(defining_modules(own))
+                first |= defining_modules(own)
             replace(own, f"{' ' * own.col_offset}pass\n" if own.col_offset else "")
         for place, node in enumerate(tree.body):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 if not _is_of_this_project(node):
                     if getattr(node, "module", "") != "__future__":
-                        statements = _statements(node)
-                        part.imports.extend(statements.values())
-                        part.names.update(statements)
+                        imports += _statements(node).values()
+                        names |= _statements(node)
                     replace(node)
             elif place == 0 and isinstance(node, ast.Expr):
                 replace(node, "".join(f"# {line}".rstrip() + "\n" for line in str(ast.get_docstring(tree)).split("\n")))
             else:
-                for name in _defined(node):
-                    part.names[name] = f"{module}.{name}"
-        return cls(module, part.imports, "".join(lines), part.first, part.names)
+                names |= {name: f"{module}.{name}" for name in _defined(node)}
+        return cls(module, imports, "".join(lines), first, names)
 
 
 def _needed_modules() -> list[str]:

@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -73,19 +74,30 @@ COMPARED = ("step", "loss", "aux_loss", "objectives", "grad_norm", "learning_rat
 def train(tree: Path, name: str, folder: Path, data: Path) -> None:
     """Trains one run with the code of ``tree`` in ``folder``."""
     ranks, changes = RUNS[name]
+    settings = {**COMMON, "m6.data.path": data, "m6.data.tokenizer": data / "tokenizer", **changes}
+    # Sums over threads depend on their number.
+    pretrain(tree, tree / "configs" / "m6_smoke.json", folder, settings, ranks, {"OMP_NUM_THREADS": "1"})
+
+
+def pretrain(
+    tree: Path,
+    config: Path,
+    folder: Path,
+    settings: dict[str, Any],
+    ranks: int = 1,
+    environment: dict[str, str] | None = None,
+) -> None:
+    """Trains a JSON with changed settings, by the code of ``tree``, in ``folder``."""
     module = "m6" if (tree / "m6" / "__main__.py").exists() else "m6.cli"
     launcher = (
         ["-m", module] if ranks == 1 else ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "-m", module]
     )
-    settings = {**COMMON, "m6.data.path": data, "m6.data.tokenizer": data / "tokenizer", **changes}
     overrides = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
-    config = str(tree / "configs" / "m6_smoke.json")
-    # Sums over threads depend on their number.
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, "pretrain", config, "--run-dir", str(folder), *overrides]
-    ended = subprocess.run(command, env=environment, cwd=tree, capture_output=True, text=True)
+    command = [sys.executable, *launcher, "pretrain", str(config), "--run-dir", str(folder), *overrides]
+    variables = {**os.environ, "PYTHONPATH": str(tree), **(environment or {})}
+    ended = subprocess.run(command, env=variables, cwd=tree, capture_output=True, text=True)
     if ended.returncode:
-        raise SystemExit(f"{tree}, {name}: {ended.stderr.strip()[-500:]}")
+        raise SystemExit(f"{shlex.join(command)}, in {tree}: {ended.stderr.strip()[-500:]}")
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+from golden_runs import pretrain
 from record import ROOT, Recorder, spread
+
+from m6.validation import read_document
 
 SKIPPED = 3
 
@@ -30,13 +31,8 @@ def step_s(tree: Path, config: Path, data: Path, steps: int) -> float:
         "m6.schedule.warmup_steps": 10, "m6.pseudo_to_real": "null", "m6.logging.interval_steps": 10,
         "m6.checkpoint.interval_steps": 10 * steps,
     }  # fmt: skip
-    overrides = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "m6", "pretrain", str(config), "--run-dir", f"{folder}/run", *overrides]
-        environment = {**os.environ, "PYTHONPATH": str(tree)}
-        ended = subprocess.run(command, env=environment, cwd=tree, capture_output=True, text=True)
-        if ended.returncode:
-            raise SystemExit(f"{tree}: {ended.stderr.strip()[-500:]}")
+        pretrain(tree, config, Path(folder, "run"), settings)
         lines = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     times = [entry["step_time_s"] for entry in map(json.loads, lines) if "step_time_s" in entry]
     return statistics.median(times[SKIPPED:])
@@ -50,7 +46,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     options = parser.parse_args()
     # Its keys have had other names.
-    document = json.loads((options.before / "configs" / "m6_smoke.json").read_text(encoding="utf-8"))
+    document = read_document(options.before / "configs" / "m6_smoke.json")
     del document["m6"]["evaluation"]
     recorder = Recorder("smoke_steps", "The step of m6_smoke before and after")
     trees = {"before": options.before.resolve(), "after": ROOT}

@@ -209,44 +209,35 @@ class Poison:
             self.hook.callback(matrix.register_hook(lambda gradient: gradient * float("nan")).remove)
 
 
-class Drift:
-    """A matrix of rank 1 that changes before step 4."""
+class AfterStep3:
+    """Damages rank 1 before step 4, so many times."""
 
-    def __init__(self, times: int) -> None:
-        self.times = times
+    def __init__(self, damage: Callable[[Any], None], times: int = 1) -> None:
+        self.damage, self.times = damage, times
 
     def __call__(self, trainer: Any) -> None:
         if trainer.step == 3 and self.times > 0:
             self.times -= 1
-            with torch.no_grad():
-                trainer.engine.module.get_parameter(MATRIX).mul_(1.01)
+            self.damage(trainer)
 
 
-class Stored:
-    """A NaN in the optimizer's state of an offloaded expert of rank 1, so that step 4 makes its weight one."""
-
-    def __init__(self) -> None:
-        self.left = 1
-
-    def __call__(self, trainer: Any) -> None:
-        if trainer.step == 3 and self.left > 0:
-            self.left = 0
-            for fragment in trainer.engine.offloaded.fragments(to_fill=True):
-                if fragment.kind == "exp_avg" and fragment.name == EXPERTS:
-                    fragment.data[-1] = float("nan")
+@torch.no_grad()
+def drift(trainer: Any) -> None:
+    """Changes a matrix."""
+    trainer.engine.module.get_parameter(MATRIX).mul_(1.01)
 
 
-class Frozen:
-    """An infinite second moment of rank 1, by which its part of a matrix would stay as it is in all later steps."""
+def store_nan(trainer: Any) -> None:
+    """A NaN in the optimizer's state of an offloaded expert, so that step 4 makes its weight one."""
+    for fragment in trainer.engine.offloaded.fragments(to_fill=True):
+        if fragment.kind == "exp_avg" and fragment.name == EXPERTS:
+            fragment.data[-1] = float("nan")
 
-    def __init__(self) -> None:
-        self.left = 1
 
-    def __call__(self, trainer: Any) -> None:
-        if trainer.step == 3 and self.left > 0:
-            self.left = 0
-            fragment = [each for each in trainer.engine.fragments(to_fill=True) if each.kind == "exp_avg_sq"][-1]
-            fragment.data[-1] = float("inf")
+def freeze(trainer: Any) -> None:
+    """An infinite second moment, by which its part of a matrix would stay as it is in all later steps."""
+    fragment = [each for each in trainer.engine.fragments(to_fill=True) if each.kind == "exp_avg_sq"][-1]
+    fragment.data[-1] = float("inf")
 
 
 def disturb_all(document: dict[str, Any], root: Path) -> None:
@@ -255,10 +246,10 @@ def disturb_all(document: dict[str, Any], root: Path) -> None:
         "nan_once": Poison({3, 4}, 1),
         "nan_often": Poison({3, 4}, 2),
         "nan_often_zero_2": Poison({3, 4}, 2),
-        "drift_once": Drift(1),
-        "drift_often": Drift(2),
-        "nan_stored": Stored(),
-        "frozen_zero_2": Frozen(),
+        "drift_once": AfterStep3(drift),
+        "drift_often": AfterStep3(drift, times=2),
+        "nan_stored": AfterStep3(store_nan),
+        "frozen_zero_2": AfterStep3(freeze),
     }
     for name, disturb in cases.items():
         changed = {**document, "zero_optimization": {"stage": 2 if name.endswith("zero_2") else 0}}
